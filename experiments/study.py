@@ -27,8 +27,8 @@ from experiments.pages import ROOT, all_claims, publish_page, read_results, writ
 from experiments.pretrained import SOURCE, pretrained
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.files import write_atomically
-from switchx.manifest import git_commit
 from switchx.results import environment
+from switchx.whole_folders import git_commit
 
 Runs = TypeVar("Runs")
 

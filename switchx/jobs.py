@@ -16,18 +16,18 @@ import jax
 
 from switchx.analysis.drops import training_note
 from switchx.checkpoint.run_folder import RunFolder
+from switchx.generated_evaluation import JobTexts
 from switchx.gin_config.writing import job_gin, model_gin
 from switchx.malloc import keep_freed_memory, return_freed_memory
-from switchx.manifest import git_commit
 from switchx.models.params import abstract_params
 from switchx.moe.capacity import layer_groups
 from switchx.progress import reporter_here
-from switchx.text_evaluation import JobTexts
 from switchx.training import loop
 from switchx.training.compilation_cache import compiled_programs_kept
 from switchx.training.job import TrainingJob, require_job
 from switchx.training.telemetry.profiling import ProfiledSteps
 from switchx.tree import num_elements
+from switchx.whole_folders import git_commit
 
 
 class TrainingInterrupted(KeyboardInterrupt):

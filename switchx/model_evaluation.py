@@ -33,15 +33,7 @@ from switchx.data.mixtures import Mixture, evaluated_tasks
 from switchx.data.tasks import Task
 from switchx.fields import describe, json_text, require
 from switchx.files import write_atomically
-from switchx.gin_config.building import job_from_gin
-from switchx.gin_config.files import configuration_of
-from switchx.inference.artifact import is_artifact
-from switchx.inference.generate import Generator
-from switchx.moe.replay import choices_of_rows
-from switchx.partitioning.mesh import MeshSpec
-from switchx.progress import reporter_here
-from switchx.routing_record import RecordInfo, RecordWriter, open_record
-from switchx.text_evaluation import (
+from switchx.generated_evaluation import (
     Answers,
     Questions,
     answer,
@@ -50,6 +42,14 @@ from switchx.text_evaluation import (
     metrics_of,
     rank_choices,
 )
+from switchx.gin_config.building import job_from_gin
+from switchx.gin_config.files import configuration_of
+from switchx.inference.artifact import is_artifact
+from switchx.inference.generate import Generator
+from switchx.moe.replay import choices_of_rows
+from switchx.partitioning.mesh import MeshSpec
+from switchx.progress import reporter_here
+from switchx.routing_record import RecordInfo, RecordWriter, open_record
 from switchx.training import loop
 from switchx.training.compilation_cache import compiled_programs_kept
 from switchx.training.job import TrainingJob, require_job

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from switchx import malloc
 from switchx.fields import json_text
-from switchx.manifest import git_commit
+from switchx.whole_folders import git_commit
 
 _COMPARISONS = {">=": operator.ge, "<=": operator.le, "==": operator.eq}
 

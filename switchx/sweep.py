@@ -31,7 +31,7 @@ from switchx.fields import describe, require
 from switchx.files import write_atomically
 from switchx.gin_config import gin_internals
 from switchx.gin_config.building import job_from_gin, operative_config, parse_job
-from switchx.gin_config.sources import name_of
+from switchx.gin_config.taken_settings import name_of
 from switchx.jobs import train
 from switchx.training.job import TrainingJob
 from switchx.training.resume import check_same_run

@@ -65,7 +65,7 @@ def training_runs() -> dict[str, tuple[int, list[str]]]:
     for path in sorted(ROOT.glob("configs/storage/*.gin")):
         for mesh in ("one_device", "data_expert"):
             name = f"storage_{path.stem}_{mesh}"
-            # Two slots are for two runs of blocks.
+            # Two slots are for two periods.
             found[name] = train(name, mesh, f"storage/{path.stem}", blocks=2)
     return found
 

@@ -8,7 +8,7 @@ import subprocess
 import jax
 import pytest
 
-from switchx import manifest
+from switchx import whole_folders
 from switchx.results import Report, environment
 
 
@@ -17,11 +17,11 @@ def repository(tmp_path, monkeypatch):
     """A repository in which a copy of switchx lies that it does not track."""
     if shutil.which("git") is None:
         pytest.skip("needs git")
-    file = tmp_path / "switchx/manifest.py"
+    file = tmp_path / "switchx/whole_folders.py"
     file.parent.mkdir(parents=True)
     file.write_text("1\n")
     (tmp_path / "other").write_text("")
-    monkeypatch.setattr(manifest, "__file__", str(file))
+    monkeypatch.setattr(whole_folders, "__file__", str(file))
 
     def git(*words):
         identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
@@ -38,20 +38,20 @@ def repository(tmp_path, monkeypatch):
 def test_commit_of_the_checkout(repository, tmp_path):
     repository("add", "switchx")
     repository("commit", "--quiet", "--message=second")
-    assert manifest.git_commit() == repository("rev-parse", "HEAD")
-    (tmp_path / "switchx/manifest.py").write_text("2\n")
-    assert manifest.git_commit() == repository("rev-parse", "HEAD") + "-dirty"
+    assert whole_folders.git_commit() == repository("rev-parse", "HEAD")
+    (tmp_path / "switchx/whole_folders.py").write_text("2\n")
+    assert whole_folders.git_commit() == repository("rev-parse", "HEAD") + "-dirty"
 
 
 def test_copies_and_folders_without_git_have_no_commit(repository, tmp_path, monkeypatch):
     # Neither a run, nor an artifact, nor a bench is stamped with that repository's commit.
-    assert manifest.git_commit() == "unknown"
+    assert whole_folders.git_commit() == "unknown"
     report = json.loads(Report("bench x", [], []).as_json())
     assert report["environment"]["commit"] == "unknown"
-    monkeypatch.setattr(manifest, "__file__", str(tmp_path / "manifest.py"))
-    assert manifest.git_commit() == "unknown"
+    monkeypatch.setattr(whole_folders, "__file__", str(tmp_path / "whole_folders.py"))
+    assert whole_folders.git_commit() == "unknown"
     monkeypatch.setenv("PATH", "")
-    assert manifest.git_commit() == "unknown"
+    assert whole_folders.git_commit() == "unknown"
 
 
 def test_environment_says_whether_malloc_was_tuned(monkeypatch):

@@ -150,7 +150,7 @@ TESTED_ELSEWHERE = {
         "in_a_folder"
     ),
     "switchx checkpoint average runs/non_experts runs/averaged --moving": (
-        "tests/training/test_multipliers.py::test_a_run_saves_evaluates_and_exports_its_average"
+        "tests/optim/test_multipliers.py::test_a_run_saves_evaluates_and_exports_its_average"
     ),
     "switchx deploy --model_dir=runs/pretrain_tiny --output=deployed --experts=4 --bits=4 "
     "--platform=tpu": "tests/deploy/test_deploy.py::test_commands_of_the_page_run",

@@ -19,8 +19,8 @@ from switchx.bench.accelerator.checks import BOUNDS, values_of
 from switchx.bench.accelerator.kernels import PACKAGES
 from switchx.bench.accelerator.parts import PARTS
 from switchx.bench.accelerator.records import read_lines
-from switchx.manifest import git_commit
 from switchx.results import Check
+from switchx.whole_folders import git_commit
 
 HERE = pathlib.Path(__file__).parent
 TEST = "test"

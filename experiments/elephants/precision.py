@@ -13,8 +13,8 @@ from switchx.api import Model
 from switchx.data.evaluation import evaluation_examples
 from switchx.data.features import EncoderDecoderFeatures
 from switchx.data.mixtures import multi30k_directions
+from switchx.generated_evaluation import Questions, ask
 from switchx.inference.quantize import native, quantize_experts
-from switchx.text_evaluation import Questions, ask
 
 # By the paper's range, the largest weight is the largest integer; int4's default has the least
 # squared error.

@@ -29,7 +29,7 @@ from experiments.elephants.precision import (
 from experiments.elephants.sections import write_section
 from experiments.measured import Cells
 from switchx.data.mixtures import multi30k_directions
-from switchx.text_evaluation import answer
+from switchx.generated_evaluation import answer
 
 FOUR = ("en_de", "de_en", "en_fr", "fr_en")
 BEAMS = (1, 2)

@@ -21,7 +21,7 @@ import jax
 
 from experiments.magic_numbers.conversions import in_kernel, of_type
 from pallas_kernels.aot import compiler, gpu_compiler, tpu_compiler
-from pallas_kernels.aot.case import EXPERTS, ROWS, Case, build
+from pallas_kernels.aot.case import NUM_EXPERTS, ROWS, Case, build
 from pallas_kernels.aot.gpu_cost import tiling_of
 from pallas_kernels.tiling import triton as triton_tiling
 
@@ -96,7 +96,7 @@ def count(name: str, program: dict[str, Any], dump: pathlib.Path) -> dict[str, A
     """
     target, back_end = TARGETS[name]
     case = Case(
-        "quantized_grouped_matmul", program["rows"] * EXPERTS, D, F, EXPERTS,
+        "quantized_grouped_matmul", program["rows"] * NUM_EXPERTS, D, F, NUM_EXPERTS,
         dtype=program["dtype"], bits=program["bits"], is_native=True,
     )  # fmt: skip
     with in_kernel(back_end, program["conversion"]):

@@ -18,7 +18,7 @@ from pallas_kernels.bench.cells import MATRICES
 OPS = ("grouped_matmul", "quantized_grouped_matmul")
 ROWS_OF_8_BITS = ("int8", "float8_e4m3fn")
 PASSES = ("forward", "input_gradient", "weight_gradient")
-EXPERTS = 32
+NUM_EXPERTS = 32
 # Rows an expert: of a decoding step, and of an encoder or a training batch.
 ROWS = {"few": 8, "many": 256}
 
@@ -92,7 +92,7 @@ def benchmark_cases() -> dict[str, Case]:
     found = {}
     for D, F in MATRICES:
         for load, rows in ROWS.items():
-            sizes = {"R": rows * EXPERTS, "D": D, "F": F, "E": EXPERTS}
+            sizes = {"R": rows * NUM_EXPERTS, "D": D, "F": F, "E": NUM_EXPERTS}
             for direction in PASSES:
                 name = f"bfloat16 {direction} {D}x{F} {load}"
                 found[name] = Case("grouped_matmul", **sizes, direction=direction)
@@ -104,8 +104,8 @@ def benchmark_cases() -> dict[str, Case]:
 
 def epilogue_cases() -> dict[str, Case]:
     """The first product of a layer with many rows, with bias, activation and gates, by name."""
-    (D, F), R = MATRICES[0], ROWS["many"] * EXPERTS
-    relu = Case("grouped_matmul", R, D, F, EXPERTS, epilogue=True)
+    (D, F), R = MATRICES[0], ROWS["many"] * NUM_EXPERTS
+    relu = Case("grouped_matmul", R, D, F, NUM_EXPERTS, epilogue=True)
     geglu = dataclasses.replace(relu, is_gated_unit=True)
     kept = dataclasses.replace(geglu, has_residual=True)
     return {
@@ -117,7 +117,7 @@ def epilogue_cases() -> dict[str, Case]:
 def variant(op: str = "grouped_matmul", **changes) -> Case:
     """A kernel at the first shape with few rows."""
     D, F = MATRICES[0]
-    sizes = {"R": ROWS["few"] * EXPERTS, "D": D, "F": F, "E": EXPERTS}
+    sizes = {"R": ROWS["few"] * NUM_EXPERTS, "D": D, "F": F, "E": NUM_EXPERTS}
     return Case(op, **sizes | changes)
 
 

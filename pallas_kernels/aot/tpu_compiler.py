@@ -16,7 +16,7 @@ import jax
 from jax.experimental import topologies
 
 from pallas_kernels.aot import compiler
-from pallas_kernels.aot.case import EXPERTS, ROWS, Case, benchmark_cases, build, variant
+from pallas_kernels.aot.case import NUM_EXPERTS, ROWS, Case, benchmark_cases, build, variant
 from pallas_kernels.tpu_chip import described_tpu
 
 # The smallest slice of each generation. The compiler calls a v4's core a device of its own.
@@ -35,7 +35,7 @@ KERNEL_NAMES = ("multiply_rows", "sum_outer_products")
 def budget_cases() -> dict[str, Case]:
     """The cases that the table holds, by name."""
     quantized, int4 = "quantized_grouped_matmul", {"bits": 4}
-    float8, many = {"bits": 8, "is_float8": True}, {"R": ROWS["many"] * EXPERTS}
+    float8, many = {"bits": 8, "is_float8": True}, {"R": ROWS["many"] * NUM_EXPERTS}
     rows = {"dtype": "float8_e4m3fn"}
     return benchmark_cases() | {
         "int4 epilogue 1024x4096 few": variant(quantized, **int4, epilogue=True),

@@ -32,7 +32,7 @@ TARGETS = ("v5e:2x2", "h200:1")
 DIRECTIONS = ("forward", "backward")
 ACTIVATIONS = ("relu", "geglu")
 # 256 rows an expert, as of an encoder or a training batch.
-ROWS, LENGTH, EXPERTS, D_MODEL, D_FF = 16, 512, 32, 1024, 4096
+ROWS, LENGTH, NUM_EXPERTS, D_MODEL, D_FF = 16, 512, 32, 1024, 4096
 R = ROWS * LENGTH
 BOUND = "<=1.15"
 COUNTED = ("kernels", "pallas_kernels", "num_bytes", "pallas_bytes")
@@ -44,7 +44,7 @@ UNIT_FLOPS = 2 * 128 * 128
 
 
 def layer_config(activation: str) -> ModelConfig:
-    switch = SwitchConfig(EXPERTS, every=1, dispatcher="dropless", eval_capacity_factor=2.0)
+    switch = SwitchConfig(NUM_EXPERTS, every=1, dispatcher="dropless", eval_capacity_factor=2.0)
     return ModelConfig(
         "decoder_only",
         vocab_size=8,
@@ -59,7 +59,7 @@ def layer_config(activation: str) -> ModelConfig:
     )
 
 
-def group_sizes(rows: int = R, experts: int = EXPERTS) -> dict[str, np.ndarray]:
+def group_sizes(rows: int = R, experts: int = NUM_EXPERTS) -> dict[str, np.ndarray]:
     """Rows of each expert: balanced, and by Zipf's law."""
     share_E = 1 / np.arange(1, experts + 1)
     zipf_E = np.floor(rows * share_E / share_E.sum()).astype(np.int32)
@@ -69,7 +69,7 @@ def group_sizes(rows: int = R, experts: int = EXPERTS) -> dict[str, np.ndarray]:
 
 def ideal_bytes(activation: str, direction: str) -> int:
     """`layer_bytes` of the layer here."""
-    matrix = EXPERTS * D_MODEL * D_FF
+    matrix = NUM_EXPERTS * D_MODEL * D_FF
     return layer_bytes(matrix, R * D_MODEL, R * D_FF, activation != "relu", direction)
 
 

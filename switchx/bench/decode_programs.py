@@ -20,7 +20,7 @@ from switchx.bench.train import in_ms, switch_model
 from switchx.inference.config import DecodingConfig
 from switchx.inference.decode import prefill, run_step
 from switchx.inference.generate import Generator, for_decoding
-from switchx.inference.rows import Rows, RowSettings
+from switchx.inference.logits_processors import Rows, RowSettings
 from switchx.models.config import ModelConfig
 from switchx.models.params import init_params
 from switchx.results import Check

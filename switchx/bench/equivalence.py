@@ -35,7 +35,7 @@ from switchx.partitioning.rules import SLICED_RULES, Rules, param_shardings
 from switchx.results import Check, Report
 
 NUM_DEVICES = 8
-ROWS, LENGTH, EXPERTS, D_MODEL, D_FF = 8, 16, 8, 8, 16
+ROWS, LENGTH, NUM_EXPERTS, D_MODEL, D_FF = 8, 16, 8, 8, 16
 
 SHARED = "top 2, gated shared expert"
 SIGMOID = dict(num_selected=2, score="sigmoid", gate="normalized", gate_scale=2.5)
@@ -49,7 +49,7 @@ ROUTERS = {
     "top 1, dropless": RouterConfig(overflow="dropless"),
     "top 2": RouterConfig(num_selected=2),
     "top 2, normalized": RouterConfig(num_selected=2, gate="normalized"),
-    "top 8": RouterConfig(num_selected=EXPERTS),
+    "top 8": RouterConfig(num_selected=NUM_EXPERTS),
     "top 2, replayed": RouterConfig(
         num_selected=2, bias_update_rate=0.001, replay=True, replay_drops=True
     ),
@@ -141,7 +141,7 @@ def sample_of(cells: list[Cell]) -> list[Cell]:
 def layer_of(router: str, dispatcher: str) -> SwitchFFN:
     """A layer of one group a row that drops tokens; its weights are replaced."""
     switch = SwitchConfig(
-        EXPERTS,
+        NUM_EXPERTS,
         every=1,
         stacks="encoder",
         capacity_factor=1.0,
@@ -167,7 +167,7 @@ def make_inputs() -> dict[str, jax.Array]:
     is_token_BL = np.ones((ROWS, LENGTH), bool)
     is_token_BL[::2, -3:] = False
     token_BL = rng.integers(0, 1000, (ROWS, LENGTH)).astype(np.int32)
-    replay_BLS = np.argsort(rng.random((ROWS, LENGTH, EXPERTS)))[..., :2].astype(np.int16)
+    replay_BLS = np.argsort(rng.random((ROWS, LENGTH, NUM_EXPERTS)))[..., :2].astype(np.int16)
     replay_BLS[:, ::4] = UNSET
     inputs = dict(x_BLD=x_BLD, dy_BLD=dy_BLD, is_token_BL=is_token_BL, token_BL=token_BL)
     segment_BL = is_token_BL * (1 + (np.arange(LENGTH) >= 5)).astype(np.int32)

@@ -4,7 +4,7 @@ against batches that run to their end before the next begins.
 
 Both schedule the same inputs, by turns, in one process, over the same programs: the baseline is
 the server's own worker, with `candidates` that are empty as long as anything is decoded and
-otherwise those of the oldest input's group (its lengths are rounded up to the same buckets).
+otherwise those of the oldest input's shape (its lengths are rounded up to the same buckets).
 Inputs arrive as a Poisson process ("iteration-level scheduling", Yu et al., Orca, OSDI 2022,
 section 6). There is no HTTP in it.
 """
@@ -153,8 +153,8 @@ def _workers(model, limits) -> dict[str, Any]:
 
 
 def batch_by_batch(running: list, waiting: list) -> list:
-    """The baseline's candidates: where nothing is decoded, the oldest input's group."""
-    return [] if running else [each for each in waiting if each.group == waiting[0].group]
+    """The baseline's candidates: where nothing is decoded, the oldest input's shape."""
+    return [] if running else [each for each in waiting if each.shape == waiting[0].shape]
 
 
 def settled(measure: Callable[[], Any]) -> Any:
@@ -168,20 +168,20 @@ def settled(measure: Callable[[], Any]) -> Any:
 
 def _round(worker, limits, prompts, sizes, arrivals_s) -> Round:
     """Puts the inputs into a worker's queue when they arrive, and waits for all answers."""
-    from switchx.serving.request_queue import Answer, Failure, Group, QueuedInput
+    from switchx.serving.request_queue import Answer, Failure, ProgramShape, QueuedInput
 
     events: queue.SimpleQueue = queue.SimpleQueue()
     first_s, answered_s, answers = {}, {}, {}
     start_s = time.monotonic()
     for number, (prompt, size, at_s) in enumerate(zip(prompts, sizes, arrivals_s, strict=True)):
         settings = DecodingConfig(size)
-        group = Group.of(prompt, settings, limits)
+        shape = ProgramShape.of(prompt, settings, limits)
 
         def deliver(event, number=number) -> None:
             events.put((number, event, time.monotonic()))
 
         time.sleep(max(0.0, start_s + at_s - time.monotonic()))
-        each = QueuedInput(prompt, settings, 0, group, deliver, is_streaming=True)
+        each = QueuedInput(prompt, settings, 0, shape, deliver, is_streaming=True)
         if not worker.queue.put([each]):
             raise RuntimeError("the queue is closed: the worker ended") from worker.error
     while len(answers) < len(prompts):

@@ -24,7 +24,7 @@ from switchx.bench.peers.layers import (
 )
 from switchx.bench.train import MEBIBYTE, NUM_STEPS, in_ms, needed_bytes
 from switchx.compiled.flops import matrix_flops
-from switchx.layers.dense import DenseFFN
+from switchx.layers.ffn import DenseFFN
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import params_of, with_params
 from switchx.moe.layer import SwitchFFN

@@ -20,7 +20,7 @@ from jax.experimental import multihost_utils
 
 from switchx.checkpoint.adapter_run import AdapterRecord
 from switchx.checkpoint.items import (
-    EXPERTS,
+    RECORDS,
     abstract,
     data_file,
     encode_data_state,
@@ -124,7 +124,7 @@ class Checkpointer:
                 self._folder.mkdir(parents=True, exist_ok=True)
             self._set_aside_unfinished("*")
             # Links to records, of saves that were cut short.
-            for pattern in (f".{EXPERTS}*", f"..{EXPERTS}-*.partial"):  # of `new_folder`
+            for pattern in (f".{RECORDS}*", f"..{RECORDS}-*.partial"):  # of `new_folder`
                 for path in self._folder.glob(pattern):
                     shutil.rmtree(path)
             for path in checkpoint_paths(self._folder):
@@ -331,7 +331,7 @@ class Checkpointer:
         targets = named_leaves(jax.tree.map(abstract, to_items(abstract_state)))
         if self._experts is not None and has_records(path):
             require_records_unchanged(path)
-            self._experts.restore(path / EXPERTS)
+            self._experts.restore(path / RECORDS)
             items = read_items(path, nested(targets))
         else:
             experts = {} if self._experts is None else self._experts.abstract
@@ -365,7 +365,7 @@ class Checkpointer:
             suffix = "" if self._run.is_in_store else UNFINISHED
             folder = self._folder / f"{self._saving.step}{suffix}"
             if self._experts is not None:
-                self._saved_experts(self._saving.step).rename(folder / EXPERTS)
+                self._saved_experts(self._saving.step).rename(folder / RECORDS)
             write_manifest(folder, self._saving)
         except Exception as error:
             self._fault = error
@@ -373,7 +373,7 @@ class Checkpointer:
 
     def _saved_experts(self, step: int) -> Folder:
         """Where the snapshot of experts is until the rest of the checkpoint is written."""
-        return self._folder / f".{EXPERTS}-{step}"
+        return self._folder / f".{RECORDS}-{step}"
 
     def _clear_the_way(self, step: int) -> None:
         """Sets a damaged checkpoint of this step aside, which Orbax would delete."""

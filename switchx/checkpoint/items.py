@@ -36,13 +36,13 @@ from switchx.checkpoint.parts import (
     require_of_all,
     require_unchanged,
 )
-from switchx.manifest import checksum_of, damages, is_damage, read_manifest
 from switchx.object_store import Folder, kvstore, read_json_object
 from switchx.storage.record import RecordError
 from switchx.storage.snapshot import Snapshot
 from switchx.tree import Tree, named_leaves, nested
+from switchx.whole_folders import checksum_of, damages, is_damage, read_manifest
 
-EXPERTS = "experts"
+RECORDS = "experts"
 # TensorStore's words for what is no fault of the data.
 _OF_STORAGE = (
     *("RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED"),
@@ -102,7 +102,7 @@ def stored_items(path: Folder) -> dict[str, Tree]:
 
 def has_records(path: Folder) -> bool:
     """Whether the experts of a checkpoint are records."""
-    return (path / EXPERTS).is_dir()
+    return (path / RECORDS).is_dir()
 
 
 def require_records_unchanged(path: Folder) -> None:
@@ -114,7 +114,7 @@ def require_records_unchanged(path: Folder) -> None:
         DamagedCheckpoint: some records have changed, here or in another process.
     """
     try:
-        faults = _file_faults(path / EXPERTS, Snapshot(path / EXPERTS).files)
+        faults = _file_faults(path / RECORDS, Snapshot(path / RECORDS).files)
     except RecordError as error:
         faults = [str(error)]
     require_of_all(path, faults)
@@ -131,7 +131,7 @@ def record_leaves(path: Folder) -> dict[str, jax.ShapeDtypeStruct]:
     """The arrays `[N, E, ...]` that a checkpoint has in records, by name in the items."""
     if not has_records(path):
         return {}
-    layout = Snapshot(path / EXPERTS).layout
+    layout = Snapshot(path / RECORDS).layout
     repeats = collections.Counter(name for types in layout.layers.values() for name in types)
     return {
         item_name(name): jax.ShapeDtypeStruct(
@@ -149,7 +149,7 @@ def _read_records(path: Folder, names: set[str]) -> dict[str, np.ndarray]:
         RecordError: a record is missing or damaged.
         ValueError: records are of different updates.
     """
-    snapshot = Snapshot(path / EXPERTS)
+    snapshot = Snapshot(path / RECORDS)
     layout, leaves = snapshot.layout, record_leaves(path)
     arrays = {name: np.empty(leaves[name].shape, leaves[name].dtype) for name in names}
     next_repeat: collections.Counter[str] = collections.Counter()

@@ -40,9 +40,9 @@ from switchx.checkpoint.items import (
 from switchx.checkpoint.parts import bounds_of, crc32_of, gathered, require_of_all
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.files import write_atomically
-from switchx.manifest import damages, new_folder, read_manifest, write_manifest
 from switchx.object_store import absolute
 from switchx.tree import Tree, named_leaves
+from switchx.whole_folders import damages, new_folder, read_manifest, write_manifest
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 from numbers import Real
 from typing import Any
 
-from switchx import manifest
-from switchx.checkpoint.items import EXPERTS, has_records, items_of
+from switchx import whole_folders
+from switchx.checkpoint.items import RECORDS, has_records, items_of
 from switchx.checkpoint.parts import LISTS, MANIFEST, list_names, read_lists
 from switchx.object_store import Folder, files_in
 from switchx.storage.snapshot import Snapshot
@@ -103,15 +103,15 @@ def write_manifest(folder: Folder, about: Manifest) -> None:
             data = (folder / item / LISTS / name).read_bytes()
             known[f"{item}/{LISTS}/{name}"] = [len(data), zlib.crc32(data)]
     if has_records(folder):
-        files = Snapshot(folder / EXPERTS).files
-        known |= {f"{EXPERTS}/{name}": list(each) for name, each in files.items()}
+        files = Snapshot(folder / RECORDS).files
+        known |= {f"{RECORDS}/{name}": list(each) for name, each in files.items()}
     for name in files_in(folder):
         if name not in known:
-            known[name] = [manifest.flush(folder / name), None]
+            known[name] = [whole_folders.flush(folder / name), None]
     for name, entry in known.items():
         if entry[1] is None and entry[0] <= _SMALL_BYTES and _OF_NUMBERS not in name:
             entry[1] = zlib.crc32((folder / name).read_bytes())
-    manifest.write_manifest(
+    whole_folders.write_manifest(
         folder, MANIFEST, content, "crc32", left_out=_COMMIT_FILES, known=known
     )
 
@@ -123,7 +123,7 @@ def read_manifest(folder: Folder) -> Manifest:
         ValueError: the manifest is missing, damaged, or of another step; the message is a
             clause that says which.
     """
-    content = manifest.read_manifest(folder, MANIFEST, "crc32")
+    content = whole_folders.read_manifest(folder, MANIFEST, "crc32")
     # A later version may write more.
     names = [field.name for field in dataclasses.fields(Manifest) if field.name in content]
     try:
@@ -141,20 +141,20 @@ def damages(folder: Folder, *, must_be_read: bool = False) -> Iterator[str]:
     try:
         files = read_manifest(folder).files
     except (ValueError, OSError) as error:
-        is_passing = isinstance(error, OSError) and not manifest.is_damage(error)
+        is_passing = isinstance(error, OSError) and not whole_folders.is_damage(error)
         if must_be_read and is_passing:
             raise
         yield str(error) if isinstance(error, ValueError) else f"it cannot be read ({error})"
         return
     small = {name: entry for name, entry in files.items() if _is_small(name, entry)}
     rest = {name: entry for name, entry in files.items() if name not in small}
-    yield from manifest.damages(folder, rest, None, must_be_read=must_be_read)
-    yield from manifest.damages(folder, small, "crc32", must_be_read=must_be_read)
+    yield from whole_folders.damages(folder, rest, None, must_be_read=must_be_read)
+    yield from whole_folders.damages(folder, small, "crc32", must_be_read=must_be_read)
 
 
 def _is_small(name: str, entry) -> bool:
     is_pair = isinstance(entry, list | tuple) and len(entry) == 2 and type(entry[0]) is int
-    return is_pair and entry[0] <= _SMALL_BYTES and not name.startswith(f"{EXPERTS}/")
+    return is_pair and entry[0] <= _SMALL_BYTES and not name.startswith(f"{RECORDS}/")
 
 
 def find_damage(folder: Folder) -> str | None:

@@ -39,9 +39,9 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from orbax.checkpoint._src.metadata import array_metadata_store
 
-from switchx.manifest import checksum_of, flush, read_manifest
 from switchx.object_store import Folder, as_folder, files_in
 from switchx.tree import named_leaves
+from switchx.whole_folders import checksum_of, flush, read_manifest
 
 MANIFEST = "manifest.json"  # of a checkpoint, see manifest.py
 LISTS = "checksums"  # the folder of the lists in an item

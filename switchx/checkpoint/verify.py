@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 import tensorstore
 
-from switchx import manifest
+from switchx import whole_folders
 from switchx.checkpoint.adapter_run import AdapterRecord
 from switchx.checkpoint.items import (
-    EXPERTS,
+    RECORDS,
     has_records,
     item_name,
     items_of,
@@ -63,7 +63,7 @@ def checkpoint_faults(run: RunFolder, step: int) -> list[str]:
     files = read_manifest(path).files
     hashed = [name for name, (_, crc) in files.items() if crc is not None]
     share = _share({name: files[name][0] for name in hashed})
-    mine = manifest.damages(path, {name: files[name] for name in share}, "crc32")
+    mine = whole_folders.damages(path, {name: files[name] for name in share}, "crc32")
     if faults := gathered(list(mine)):
         return faults
     if "params" not in items_of(path):
@@ -201,7 +201,7 @@ def _record_faults(path: Folder) -> list:
     """As of parts, of this process' share of the records, whose files are as they were."""
     if not has_records(path):
         return []
-    snapshot, found, updates = Snapshot(path / EXPERTS), [], set()
+    snapshot, found, updates = Snapshot(path / RECORDS), [], set()
     layout = snapshot.layout
     for key in range(jax.process_index(), layout.num_keys, jax.process_count()):
         try:

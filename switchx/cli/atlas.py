@@ -118,9 +118,9 @@ def _write(arguments: argparse.Namespace, reporter) -> dict:
     from switchx import api
     from switchx.data.labelled_texts import read_labelled_texts
     from switchx.inference.artifact import is_artifact
-    from switchx.manifest import new_folder, require_free
     from switchx.routing_atlas import make_atlas, write_page
     from switchx.training.compilation_cache import compiled_programs_kept
+    from switchx.whole_folders import new_folder, require_free
 
     def chosen(*names: str) -> dict:
         return {name: getattr(arguments, name) for name in names}

@@ -230,7 +230,7 @@ def average(arguments: argparse.Namespace) -> int:
     from switchx.checkpoint.restore import choose_step
     from switchx.checkpoint.run_folder import RunFolder, read_model_config
     from switchx.gin_config.writing import model_gin
-    from switchx.manifest import new_folder
+    from switchx.whole_folders import new_folder
 
     run, steps = RunFolder(arguments.dir), arguments.steps
     if arguments.step is not None and not arguments.moving:

@@ -220,8 +220,8 @@ def _write(
     from switchx.data.tokenizers import ByteVocabulary, TokenIdVocabulary
     from switchx.gin_config.writing import model_gin
     from switchx.interop.folder_tokenizer import folder_vocabulary
-    from switchx.manifest import new_folder
     from switchx.tree import num_elements
+    from switchx.whole_folders import new_folder
 
     with contextlib.ExitStack() as stack:
         if vocabulary is not None:
@@ -285,7 +285,7 @@ def _to_huggingface(arguments: argparse.Namespace, reporter) -> None:
     from switchx.checkpoint.run_folder import RunFolder, read_decoding, read_model_config
     from switchx.data.vocabularies import load_vocabulary
     from switchx.interop.huggingface import write_decoder
-    from switchx.manifest import new_folder
+    from switchx.whole_folders import new_folder
 
     source = RunFolder(folder_of(arguments.src))
     config = read_model_config(source)
@@ -333,7 +333,7 @@ def _notes_on_prompts(source, vocabulary) -> list[str]:
 def _write_t5(arguments, reporter, config, params, vocabulary, decoding) -> list[str]:
     from switchx.data.tokenizers import SentencePieceVocabulary
     from switchx.interop.huggingface import write_checkpoint
-    from switchx.manifest import new_folder
+    from switchx.whole_folders import new_folder
 
     file, num_sentinels, added = None, vocabulary.num_sentinels, ()
     if isinstance(vocabulary, SentencePieceVocabulary):
@@ -366,9 +366,9 @@ def _from_peft(arguments: argparse.Namespace, reporter) -> None:
     from switchx.checkpoint.restore import checkpoint_fingerprint, choose_step
     from switchx.data.vocabularies import load_vocabulary
     from switchx.interop.peft import is_made_for, named_base, read_adapters
-    from switchx.manifest import new_folder
     from switchx.models.adapters import abstract_adapters
     from switchx.models.params import abstract_params
+    from switchx.whole_folders import new_folder
 
     base = run_folder.RunFolder(arguments.base)
     require_merged(base, "--base")
@@ -410,9 +410,9 @@ def _to_peft(arguments: argparse.Namespace, reporter) -> None:
     from switchx.checkpoint.run_folder import RunFolder, read_model_config, read_rescaled
     from switchx.data.vocabularies import load_vocabulary
     from switchx.interop.peft import write_adapters
-    from switchx.manifest import new_folder
     from switchx.models.unroll import unrolled
     from switchx.object_store import read_json_object
+    from switchx.whole_folders import new_folder
 
     source = RunFolder(folder_of(arguments.src))
     record = AdapterRecord.read(source)

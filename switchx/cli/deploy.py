@@ -100,9 +100,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _deploy(arguments: argparse.Namespace, reporter) -> tuple[list[dict[str, Any]], list]:
     from switchx.checkpoint.run_folder import RunFolder
+    from switchx.deploy.checked_plan import DeployPlan
     from switchx.deploy.folders import require_deployment, steps_done_twice
     from switchx.deploy.measure import ValidationText
-    from switchx.deploy.plan import DeployPlan
     from switchx.deploy.steps import Deployment
     from switchx.fields import describe
     from switchx.gin_config import building
@@ -200,7 +200,7 @@ def _fits(measured: dict[str, Any], memory_gib: float | None) -> list:
 
 
 def _settings(arguments: argparse.Namespace):
-    from switchx.deploy.plan import DeploySettings
+    from switchx.deploy.checked_plan import DeploySettings
 
     decoding = DecodingConfig(**shared.options_of(arguments, DecodingConfig))
     given = {name: getattr(arguments, name) for name in ("platform", "mesh", *SETTINGS)}

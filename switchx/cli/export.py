@@ -10,7 +10,7 @@ from switchx.cli import arguments as shared
 from switchx.cli import devices
 from switchx.fields import json_text, options
 from switchx.inference.config import DecodingConfig
-from switchx.manifest import git_commit, require_free
+from switchx.whole_folders import git_commit, require_free
 
 DESCRIPTION = """\
 Writes a model as two programs of fixed shapes (jax.export), one that reads a batch of inputs

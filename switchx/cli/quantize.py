@@ -7,7 +7,7 @@ from typing import Any
 
 from switchx.cli import arguments as shared
 from switchx.fields import json_text
-from switchx.manifest import git_commit, require_free
+from switchx.whole_folders import git_commit, require_free
 
 DESCRIPTION = """\
 Writes a model whose experts' matrices are int8, int4 or float8_e4m3fn, one scale for each

@@ -79,9 +79,9 @@ def add_command(commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from switchx.manifest import require_free
     from switchx.progress import TerminalReporter
     from switchx.results import Report
+    from switchx.whole_folders import require_free
 
     require_free(arguments.output)
     with TerminalReporter() as reporter:
@@ -263,7 +263,7 @@ def _write(arguments: argparse.Namespace, model, found, train_state) -> None:
     )
     from switchx.data.tokenizers import TokenIdVocabulary
     from switchx.gin_config.writing import model_gin
-    from switchx.manifest import new_folder
+    from switchx.whole_folders import new_folder
 
     model_dir = RunFolder(arguments.model_dir)
     source, rescaled = read_config(model_dir).get("source"), read_rescaled(model_dir)

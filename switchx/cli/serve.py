@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 
 from switchx.cli import arguments as shared
-from switchx.cli import expert_slots as slots
+from switchx.cli import expert_arguments
 from switchx.fields import require
 from switchx.serving.limits import Limits
 
@@ -95,7 +95,7 @@ def add_command(commands) -> None:
         help="such a folder, and what clients call its model; may be given several times",
     )
     shared.add_trust(parser)
-    slots.add_loading(parser)
+    expert_arguments.add_loading(parser)
     shared.add_flags(parser, FLAGS, host="127.0.0.1", port=8000)
     parser.set_defaults(allowed_hosts=[])
     parser.add_argument(
@@ -160,11 +160,11 @@ def _serve(arguments: argparse.Namespace, token: str | None, reporter) -> int:
 
 def _service(model, *about):
     """A service that first compiles what the model's last one was asked for."""
-    from switchx.serving.history import history_of, read_groups
+    from switchx.serving.history import history_of, read_shapes
     from switchx.serving.requests import fault_of_experts
     from switchx.serving.service import Service
 
-    asked_before = read_groups(history_of(model.fingerprint), about[0])
+    asked_before = read_shapes(history_of(model.fingerprint), about[0])
     if fault_of_experts(model) is not None:  # as on a mesh, where the last one was not
         asked_before = [group for group in asked_before if not group.is_recorded]
     return Service(model, *about, asked_before=asked_before)
@@ -205,7 +205,7 @@ def model_folders(arguments: argparse.Namespace) -> dict:
         f"--model: {len(named)} models, of which several are called {', '.join(twins)}; give "
         "each a name of its own",
     )
-    settings = slots.loading(arguments)
+    settings = expert_arguments.loading(arguments)
     return {name: ModelFolder(folder, **settings) for name, folder in named}
 
 

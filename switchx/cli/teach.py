@@ -40,7 +40,7 @@ def add_command(commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from switchx.manifest import git_commit, require_free
+    from switchx.whole_folders import git_commit, require_free
 
     require_free(arguments.output)
     processes = hosts.processes_of(arguments)

@@ -9,7 +9,7 @@ import time
 from switchx.cli import arguments as shared
 from switchx.cli import hosts
 from switchx.malloc import keep_freed_memory
-from switchx.manifest import git_commit
+from switchx.whole_folders import git_commit
 
 DESCRIPTION = """\
 Trains what the gin files describe and writes checkpoints, metrics.jsonl, TensorBoard events

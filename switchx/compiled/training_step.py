@@ -19,8 +19,8 @@ from jax.sharding import NamedSharding
 
 from pallas_kernels.aot import gpu_compiler
 from switchx.compiled.collectives import collectives_by_kind, overlapped_exchanges
+from switchx.compiled.computed_rows import executed_slots
 from switchx.compiled.devices import described
-from switchx.compiled.expert_slots import executed_slots
 from switchx.compiled.flops import has_uncounted_products, matrix_flops
 from switchx.compiled.hlo import NO_SHARES
 from switchx.compiled.host_copies import host_copies, noted_strides, share_overlapped
@@ -176,7 +176,7 @@ def compile_step(
     require_all_trained(job)
     require(
         job.storage.experts != "disk",
-        "StorageSpec.experts='disk': a step is a program for each run of blocks, and compile "
+        "StorageSpec.experts='disk': a step is a program for each period, and compile "
         "compiles one for all of it; use experts='host' or 'device', or "
         "`switchx plan --storage=disk`, which predicts memory and time",
     )

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from switchx.fields import require
-from switchx.manifest import damages, git_commit, new_folder, read_manifest, write_manifest
+from switchx.whole_folders import damages, git_commit, new_folder, read_manifest, write_manifest
 
 MANIFEST = "step.json"
 LOG = "deploy.jsonl"

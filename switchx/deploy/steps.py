@@ -38,6 +38,7 @@ from switchx.checkpoint.run_folder import (
 )
 from switchx.compiled.collectives import collectives_by_kind
 from switchx.data.tokenizers import TokenIdVocabulary
+from switchx.deploy.checked_plan import DeployPlan
 from switchx.deploy.compiled import compile_programs, slice_for
 from switchx.deploy.distill import distilled
 from switchx.deploy.folders import MANIFEST, FinishedStep, Step, run_steps
@@ -49,18 +50,17 @@ from switchx.deploy.measure import (
     written_by,
     written_by_export,
 )
-from switchx.deploy.plan import DeployPlan
 from switchx.fields import describe, require
 from switchx.gin_config.writing import model_gin
 from switchx.inference.artifact import describe_artifact, write_artifact
 from switchx.inference.export import Shapes, Target, export_model
 from switchx.inference.quantize import model_bytes, native, quantize_experts
 from switchx.inference.run_exported import ExportedModel
-from switchx.manifest import git_commit, num_bytes
 from switchx.models.config import ModelConfig
 from switchx.models.reshape import drop_experts, merge_experts
 from switchx.models.unroll import unrolled
 from switchx.training.job import TrainingJob
+from switchx.whole_folders import git_commit, num_bytes
 
 REDUCTIONS = {"merge": merge_experts, "drop": drop_experts}
 

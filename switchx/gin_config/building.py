@@ -26,7 +26,7 @@ from switchx.fields import fits, without_gin
 from switchx.gin_config import gin_internals
 from switchx.gin_config.errors import explain, module_that_failed, place_of
 from switchx.gin_config.files import as_of_today, config_roots, did_you_mean, missing_file
-from switchx.gin_config.sources import (
+from switchx.gin_config.taken_settings import (
     FIRST,
     name_of,
     require_model_of_source,
@@ -113,7 +113,7 @@ def parse_files(
 ) -> None:
     """Parses gin files in order, then bindings such as `TRAIN_STEPS=100`.
 
-    Between them the model and the vocabulary of INIT_FROM are bound (`sources.py`).
+    Between them the model and the vocabulary of INIT_FROM are bound (`taken_settings.py`).
 
     Args:
         files: paths, or names below `search_paths` or our configs.

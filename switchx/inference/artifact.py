@@ -24,8 +24,13 @@ from safetensors.flax import save_file
 
 from pallas_kernels import QTensor
 from switchx.inference.offload import expert_source
-from switchx.inference.quantize import EXPERTS, is_quantized, packed
-from switchx.manifest import (
+from switchx.inference.quantize import is_quantized, packed
+from switchx.models.config import ModelConfig, model_from_description
+from switchx.models.params import abstract_params
+from switchx.models.stored_experts import EXPERT_MATRICES, EXPERTS_PATH
+from switchx.object_store import absolute
+from switchx.tree import map_named, named_leaves, path_name
+from switchx.whole_folders import (
     damages,
     give_mode_of_umask,
     new_folder,
@@ -33,10 +38,6 @@ from switchx.manifest import (
     read_manifest,
     write_manifest,
 )
-from switchx.models.config import ModelConfig, model_from_description
-from switchx.models.params import abstract_params
-from switchx.object_store import absolute
-from switchx.tree import map_named, named_leaves, path_name
 
 MANIFEST = "artifact.json"
 WEIGHTS = "weights.safetensors"
@@ -214,7 +215,7 @@ def _params(path: pathlib.Path, config: ModelConfig, quantized: dict, arrays: di
         if is_expert:
             found = [QTensor(*found, **quantized[name])]
             found[0].check()
-        if found[0].shape != leaf.shape or (is_expert and EXPERTS not in name):
+        if found[0].shape != leaf.shape or (is_expert and EXPERT_MATRICES not in name):
             problems.append(f"{name} is {list(found[0].shape)}, expected {list(leaf.shape)}")
         return found[0]
 
@@ -260,7 +261,7 @@ def _arrays(path: pathlib.Path, are_experts_read: bool) -> dict:
             raise SafetensorError(f"{name} is of {each['dtype']}, no dtype of switchx")
         dtype, offset = np.dtype(_DTYPES[each["dtype"]]), 8 + length + each["data_offsets"][0]
         shape = tuple(each["shape"])
-        if expert_source.EXPERTS in name and not are_experts_read:
+        if EXPERTS_PATH in name and not are_experts_read:
             found[name] = expert_source.FileArray(file, offset, shape, dtype)
         else:
             found[name] = jnp.array(file.array(offset, shape, dtype))

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from switchx.inference.config import DecodingProgram
-from switchx.inference.rows import EARLY_STOPPING, Rows, lengthened
+from switchx.inference.logits_processors import EARLY_STOPPING, Rows, lengthened
 from switchx.inference.sampling import (
     BLOCK,
     LogProbs,

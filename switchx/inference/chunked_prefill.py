@@ -84,7 +84,7 @@ def read_in_chunks(
             token_BL=token_BQ,
             row_bias_BHLM=model.decoder.row_bias(position_BQ, position_BP),
             rotation=model.decoder.rotation(position_BQ),
-            place=first,
+            cache_index=first,
         )
         x_BQD = constrain(model.embedding.embed(token_BQ, position_BQ), "BLD")
         y_BQD, stats, cache = model.decoder.extend(x_BQD, inputs, cache)

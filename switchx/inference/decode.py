@@ -27,9 +27,9 @@ from switchx.axes import dims_of
 from switchx.inference.beam_search import Beams
 from switchx.inference.chunked_prefill import chunk_size, read_in_chunks
 from switchx.inference.config import DecodingProgram
+from switchx.inference.logits_processors import Rows
 from switchx.inference.prompt_lookup import Drafted
 from switchx.inference.read_routing import ReadRouting, prompt_numbers, with_numbers
-from switchx.inference.rows import Rows
 from switchx.inference.sampling import Greedy
 from switchx.models.block import BlockCache, BlockInputs
 from switchx.models.config import ModelConfig
@@ -240,7 +240,7 @@ def step_logits(model, decoding: DecodingProgram, state: Decoding, positions: tu
         token_BL=state.token_BL,
         row_bias_BHLM=row_bias_BHLM,
         rotation=model.decoder.rotation(position_BL),
-        place=P + place * L,
+        cache_index=P + place * L,
     )
     x_BLD = constrain(model.embedding.embed(state.token_BL, position_BL), "BLD")
     x_BLD, stats, cache = model.decoder.extend(x_BLD, inputs, state.cache)

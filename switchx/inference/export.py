@@ -30,20 +30,20 @@ from switchx.inference import run_exported
 from switchx.inference.config import DecodingConfig
 from switchx.inference.decode import Decoding, prefill, run_step
 from switchx.inference.generate import check_tokens, for_decoding, positions_needed
+from switchx.inference.logits_processors import Rows, RowSettings
 from switchx.inference.model_mesh import ModelMesh
 from switchx.inference.offload.chosen_experts import layer_path, without_bank
 from switchx.inference.offload.cut_program import CutProgram, donated_leaves
 from switchx.inference.offload.expert_slots import slotted
-from switchx.inference.offload.expert_source import EXPERTS
 from switchx.inference.offload.ring_decode import check_ring
 from switchx.inference.offload.ring_program import Bank, run_with_ring
 from switchx.inference.quantize import in_bytes, native
-from switchx.inference.rows import Rows, RowSettings
-from switchx.manifest import give_mode_of_umask, new_folder, num_bytes, write_manifest
 from switchx.models.config import ModelConfig
+from switchx.models.stored_experts import EXPERTS_PATH
 from switchx.models.unroll import unrolled
 from switchx.partitioning.compiler_options import CompilerOptions
 from switchx.partitioning.mesh import MeshSpec, batch_parts
+from switchx.whole_folders import give_mode_of_umask, new_folder, num_bytes, write_manifest
 
 # JAX does not promise to run them in later versions: `run_exported` asks for this one.
 UNSTABLE_CALLS = ("ragged_all_to_all", "__gpu$xla.gpu.triton")
@@ -307,7 +307,7 @@ class _Streamed:
         like = tree.named_leaves(layers[self._bank.numbers[0]])
         stacks = tree.named_leaves({"streamed": self._bank.streamed})
         self._layers = {
-            stack: ([f"{path}{EXPERTS}{name}" for path in paths], str(leaf.dtype))
+            stack: ([f"{path}{EXPERTS_PATH}{name}" for path in paths], str(leaf.dtype))
             for stack, (name, leaf) in zip(stacks, like.items(), strict=True)
         }
         streamed = {name for names, _ in self._layers.values() for name in names}

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from switchx.inference.config import DecodingProgram
-from switchx.inference.rows import Rows
+from switchx.inference.logits_processors import Rows
 from switchx.inference.sampling import Greedy, next_token
 
 

@@ -18,9 +18,9 @@ from pallas_kernels.grouped_matmul.separate import MAX_EXPERTS
 from pallas_kernels.implementations import form_of_int4
 from switchx import tree
 from switchx.models.config import ModelConfig, require_our_blocks
+from switchx.models.stored_experts import EXPERT_MATRICES, EXPERTS_PATH
 from switchx.models.unroll import unrolled
 
-EXPERTS = "/experts/w_"
 _TINY = np.finfo(np.float32).tiny
 
 
@@ -86,11 +86,11 @@ def quantize_experts(
     config, params = unrolled(config, params)
     before, errors = model_bytes(params), []
     bytes_of = {name: leaf.nbytes for name, leaf in tree.named_leaves(params).items()}
-    experts = sum(size for name, size in bytes_of.items() if "/experts/" in name)
-    quantized_bytes = sum(size for name, size in bytes_of.items() if EXPERTS in name)
+    experts = sum(size for name, size in bytes_of.items() if EXPERTS_PATH in name)
+    quantized_bytes = sum(size for name, size in bytes_of.items() if EXPERT_MATRICES in name)
 
     def convert(name, leaf):
-        if EXPERTS not in name:
+        if EXPERT_MATRICES not in name:
             keep = rest is None or "router" in name
             return leaf if keep else jnp.asarray(leaf).astype(rest)
         quantized = quantize(leaf, bits, method, group_size, dtype)
@@ -170,7 +170,7 @@ def separate_experts(params: dict) -> dict:
     """
 
     def taken_apart(path, leaf):
-        if not isinstance(leaf, jax.Array) or EXPERTS not in tree.path_name(path):
+        if not isinstance(leaf, jax.Array) or EXPERT_MATRICES not in tree.path_name(path):
             return leaf
         is_on_one_cpu = [device.platform for device in leaf.devices()] == ["cpu"]
         is_small = leaf.ndim == 3 and leaf.shape[0] <= MAX_EXPERTS

@@ -35,10 +35,10 @@ from switchx.inference.decode import (
     run_until_by,
     take_rows,
 )
+from switchx.inference.logits_processors import Rows, RowSettings
 from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh
 from switchx.inference.offload.chosen_experts import ChosenExperts
 from switchx.inference.programs import PROGRAMS
-from switchx.inference.rows import Rows, RowSettings
 from switchx.models.config import ModelConfig
 
 

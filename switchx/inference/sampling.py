@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from switchx.inference.config import MAX_INT32, DecodingProgram
-from switchx.inference.rows import Rows, RowSettings, lengthened
+from switchx.inference.logits_processors import Rows, RowSettings, lengthened
 
 BLOCK = 128  # numbers of a block of the vocabulary
 CANDIDATES = 128  # the largest logits of a row, in which most thresholds are found

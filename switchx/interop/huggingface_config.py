@@ -13,7 +13,7 @@ from typing import Any
 
 from switchx.fields import require
 from switchx.interop.t5x import not_t5, unexpected
-from switchx.layers.dense import EPSILON
+from switchx.layers.norm import EPSILON
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 
 

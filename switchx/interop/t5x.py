@@ -189,7 +189,7 @@ def _leaves(tree: dict[str, Any], prefix: str = ""):
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Origin:
     """Where one of our parameters is in a T5X checkpoint.
 
     Attributes:
@@ -202,7 +202,7 @@ class Place:
     repeat: int | None = None
 
 
-def places(config: ModelConfig, found: Iterable[str]) -> dict[str, Place]:
+def origins(config: ModelConfig, found: Iterable[str]) -> dict[str, Origin]:
     """Maps the name of each of our parameters to where T5X keeps it.
 
     Args:
@@ -210,17 +210,17 @@ def places(config: ModelConfig, found: Iterable[str]) -> dict[str, Place]:
         found: names in the checkpoint, which determine the layout.
     """
     found = set(found)
-    result = {"embedding/embedding_VD": Place("target/token_embedder/embedding")}
+    result = {"embedding/embedding_VD": Origin("target/token_embedder/embedding")}
     if not config.tie_embeddings:
-        result["embedding/w_logits_DV"] = Place("target/decoder/logits_dense/kernel")
+        result["embedding/w_logits_DV"] = Origin("target/decoder/logits_dense/kernel")
     for stack in ("encoder", "decoder"):
-        result[f"{stack}/norm/scale_D"] = Place(f"target/{stack}/{stack}_norm/scale")
-        result[f"{stack}/relative_bias/bias_UH"] = Place(bias_names(stack, found)[0])
+        result[f"{stack}/norm/scale_D"] = Origin(f"target/{stack}/{stack}_norm/scale")
+        result[f"{stack}/relative_bias/bias_UH"] = Origin(bias_names(stack, found)[0])
         for layer in range(getattr(config, f"num_{stack}_layers")):
             folder, repeat = _block(config, stack, layer, found)
             for ours, theirs in _names_of_block(config, stack, layer).items():
                 name = f"{stack}/blocks/layer_{layer}/{ours}"
-                result[name] = Place(f"{folder}/{theirs}", repeat)
+                result[name] = Origin(f"{folder}/{theirs}", repeat)
     return result
 
 
@@ -327,7 +327,7 @@ def read_checkpoint(
     )
     config = dataclasses.replace(config, scan_layers=False)
     source = T5XFolder(pathlib.Path(folder).expanduser())
-    ours = places(config, source.shapes)
+    ours = origins(config, source.shapes)
     expected = _expected(config, ours, source)
     require_same_tensors(expected, source.shapes, str(source.folder), _WAY_OUT)
     params: dict[str, np.ndarray] = {}
@@ -345,7 +345,7 @@ def read_checkpoint(
     return config, nested({parameter: params[parameter] for parameter in ours})
 
 
-def _expected(config, ours: dict[str, Place], source: T5XFolder) -> dict[str, tuple[int, ...]]:
+def _expected(config, ours: dict[str, Origin], source: T5XFolder) -> dict[str, tuple[int, ...]]:
     """Shape of every array; of two allowed ones that which is there."""
     expected = {}
     for parameter, place in ours.items():

@@ -27,6 +27,7 @@ from switchx.data.special_ids import in_our_order
 from switchx.fields import require
 from switchx.interop.torch_file import TorchFile
 from switchx.models.config import ModelConfig
+from switchx.models.stored_experts import EXPERTS_PATH
 from switchx.object_store import read_json_object, require_no_lfs_pointer
 from switchx.tree import nested
 
@@ -294,7 +295,7 @@ def shape_of(parameter: str, config: ModelConfig) -> tuple[int, ...]:
     }
     if config.switch is not None:
         sizes["E"] = config.switch.num_experts
-        if "/experts/" in parameter:
+        if EXPERTS_PATH in parameter:
             sizes["F"] = config.switch.d_ff or config.d_ff
         if "/shared_expert/" in parameter:
             sizes["F"] = config.switch.shared_d_ff

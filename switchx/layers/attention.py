@@ -17,15 +17,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pallas_kernels.implementations import current_device
-from switchx.layers.dense import (
-    cheap_again,
-    dropout,
-    plus,
-    rms_norm,
-    times,
-    weight,
-    zeros,
-)
+from switchx.layers.dense import plus, times, weight, zeros
+from switchx.layers.dropout import cheap_again, dropout
+from switchx.layers.norm import rms_norm
 from switchx.partitioning.constrain import constrain, current_rules, num_devices
 
 MASKED = -1e9
@@ -48,12 +42,12 @@ class KeysValues:
         B, H, M, K = shape_BHMK
         return cls(jnp.zeros((B, H, K, M), dtype), jnp.zeros(shape_BHMK, dtype))
 
-    def written(self, place, new: "KeysValues") -> "KeysValues":
-        """The keys and values with new ones written from `place` on."""
+    def written(self, index, new: "KeysValues") -> "KeysValues":
+        """The keys and values with new ones written from `index` on."""
         put = jax.lax.dynamic_update_slice_in_dim
         return KeysValues(
-            put(self.key_BHKM, new.key_BHKM, place, axis=3),
-            put(self.value_BHMK, new.value_BHMK, place, axis=2),
+            put(self.key_BHKM, new.key_BHKM, index, axis=3),
+            put(self.value_BHMK, new.value_BHMK, index, axis=2),
         )
 
     def first(self, places: int) -> "KeysValues":
@@ -65,6 +59,20 @@ def segment_mask(query_segment_BL, key_segment_BM):
     """True where query and key belong to one packed example; segment 0 is padding."""
     is_same_BLM = query_segment_BL[:, :, None] == key_segment_BM[:, None, :]
     return is_same_BLM & (key_segment_BM[:, None, :] > 0)
+
+
+def causal_mask(segment_BL, prefix_mask_BL=None):
+    """The segment mask, where a position sees itself and what comes before it.
+
+    Args:
+        prefix_mask_BL: non-zero in each example's prefix, all of which every position of
+            the example sees (prefix LM); None for a purely causal model.
+    """
+    length = segment_BL.shape[1]
+    is_visible_BLM = jnp.tril(jnp.ones((1, length, length), bool))
+    if prefix_mask_BL is not None:
+        is_visible_BLM = is_visible_BLM | (prefix_mask_BL[:, None, :] > 0)
+    return segment_mask(segment_BL, segment_BL) & is_visible_BLM
 
 
 def attend(

@@ -10,11 +10,13 @@ Dims: B batch, L length, M keys and values (the memory), D model, H heads, K hea
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
-from switchx.layers.attention import Attention, KeysValues, segment_mask
-from switchx.layers.dense import DenseFFN, Norm, dropout, split_key
+from switchx.layers.attention import Attention, KeysValues
+from switchx.layers.dense import split_key
+from switchx.layers.dropout import dropout
+from switchx.layers.ffn import DenseFFN
+from switchx.layers.norm import Norm
 from switchx.layers.positions import Rotation
 from switchx.moe.attention import SwitchAttention
 from switchx.moe.layer import SwitchFFN
@@ -44,7 +46,7 @@ class BlockInputs:
             place of the routers' choices; None gives none.
         causal_segment_BL: segments of a mask that is causal within them, for flash attention;
             None where the mask may be another, or einsum computes all attention.
-        place: index in the cache of the first of these L tokens; None without a cache.
+        cache_index: index in the cache of the first of these L tokens; None without a cache.
     """
 
     is_token_BL: jax.Array
@@ -59,7 +61,7 @@ class BlockInputs:
     rotation: Rotation | None = None
     replay_BLNS: jax.Array | None = None
     causal_segment_BL: jax.Array | None = None
-    place: jax.Array | None = None
+    cache_index: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -148,7 +150,7 @@ class Block(nnx.Module):
         else:
             past = self.self_attention.project_memory(normed_BLD, inputs.rotation)
             if cache is not None:
-                kept = constrain_named(cache.past.written(inputs.place, past))
+                kept = constrain_named(cache.past.written(inputs.cache_index, past))
                 past = kept.first(inputs.mask_BLM.shape[2])
                 cache = dataclasses.replace(cache, past=kept)
             y_BLD = self.self_attention(normed_BLD, past, inputs.rotation, **reads)
@@ -190,17 +192,3 @@ class Block(nnx.Module):
         past = KeysValues.empty(shape_BHMK, config.precision.compute_dtype)
         memory = self.cross_attention.project_memory(memory_BMD) if self.has_memory else None
         return BlockCache(past, memory)
-
-
-def causal_mask(segment_BL, prefix_mask_BL=None):
-    """The segment mask, where a position sees itself and what comes before it.
-
-    Args:
-        prefix_mask_BL: non-zero in each example's prefix, all of which every position of
-            the example sees (prefix LM); None for a purely causal model.
-    """
-    length = segment_BL.shape[1]
-    is_visible_BLM = jnp.tril(jnp.ones((1, length, length), bool))
-    if prefix_mask_BL is not None:
-        is_visible_BLM = is_visible_BLM | (prefix_mask_BL[:, None, :] > 0)
-    return segment_mask(segment_BL, segment_BL) & is_visible_BLM

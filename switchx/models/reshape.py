@@ -32,7 +32,7 @@ import scipy.stats
 
 from switchx import tree
 from switchx.fields import require, require_choice
-from switchx.layers.dense import activate
+from switchx.layers.ffn import activate
 from switchx.models.config import ModelConfig, require_our_blocks
 from switchx.models.unroll import unrolled
 from switchx.moe.plan import choice_scores

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stack of blocks: unrolled, or one `lax.scan` over the repeated part of the pattern.
 
-A stack is `repeats` times a run of `period` different blocks. Unrolled, the run is the
-whole stack; scanned, it is the shortest run of dense and sparse blocks that repeats, with
+A stack is `repeats` times a period of different blocks. Unrolled, the period is the whole
+stack; scanned, it is the shortest sequence of dense and sparse blocks that repeats, with
 the parameters stacked over N. Each layer has a random key of its own, by its number in the
 stack, for its parameters and for its dropout, so both are equal whether scanned or not. A cache
-is a tuple with one `BlockCache` for each block of the run, stacked as the parameters are.
-Dims: B batch, L length, M memory, D model, H heads, N repeats of the run, P blocks of the run
+is a tuple with one `BlockCache` for each block of the period, stacked as the parameters are.
+Dims: B batch, L length, M memory, D model, H heads, N periods, P blocks of a period
 """
 
 import dataclasses
@@ -17,7 +17,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from switchx.layers.dense import Norm, dropout, split_key
+from switchx.layers.dense import split_key
+from switchx.layers.dropout import dropout
+from switchx.layers.norm import Norm
 from switchx.layers.positions import RelativeBias, Rotation, UntiedPositions
 from switchx.models.block import Block, BlockCache, BlockInputs
 from switchx.models.layer_loop import layer_loop
@@ -34,8 +36,8 @@ REMAT_POLICIES = {
 }
 
 
-class BlockRun(nnx.Module):
-    """The blocks `layer_0`, `layer_1`, ... of one run, applied one after the other."""
+class BlockPeriod(nnx.Module):
+    """The blocks `layer_0`, `layer_1`, ... of one period, applied one after the other."""
 
     def __init__(self, config, *, stack: str, key_P):
         self.length, self.is_scanned = len(key_P), config.scan_layers
@@ -64,9 +66,9 @@ class BlockRun(nnx.Module):
         """The output, the sparse blocks' stacked statistics (None without any), and the cache.
 
         Args:
-            is_in_loop: whether this run is one of several in a loop. Forward and backward pass
-                are then separate loops, so remat needs no optimization barrier that keeps XLA
-                from reusing forward results; a barrier would copy each block's parameters.
+            is_in_loop: whether this period is one of several in a loop. Forward and backward
+                pass are then separate loops, so remat needs no optimization barrier that keeps
+                XLA from reusing forward results; a barrier would copy each block's parameters.
         """
 
         # A scan without remat would keep what was gathered for each of its blocks.
@@ -144,7 +146,7 @@ class Stack(nnx.Module):
         self.repeats = len(key_NP)
 
         def build(key_P):
-            return BlockRun(config, stack=stack, key_P=key_P)
+            return BlockPeriod(config, stack=stack, key_P=key_P)
 
         if config.has_relative_bias:
             self.relative_bias = RelativeBias(
@@ -213,8 +215,8 @@ class Stack(nnx.Module):
     def new_cache(self, batch: int, places: int, memory_BMD=None) -> tuple[BlockCache, ...]:
         """A cache for `places` tokens, empty except for the memory's keys and values."""
 
-        def make(run):
-            return tuple(block.new_cache(batch, places, memory_BMD) for block in run.blocks)
+        def make(period):
+            return tuple(block.new_cache(batch, places, memory_BMD) for block in period.blocks)
 
         make = jax.vmap(make) if self.config.scan_layers else make
         return constrain_named(make(self.blocks))
@@ -232,7 +234,7 @@ class Stack(nnx.Module):
         *,
         is_training: bool,
         key=None,
-        first_run=0,
+        first_period=0,
     ):
         """Runs the blocks of this stack: their output, routing statistics and cache.
 
@@ -240,8 +242,8 @@ class Stack(nnx.Module):
             cache: the cache that `new_cache` or an earlier call returned; None for whole
                 sequences.
             key: random key of the whole stack, as in `enter` and `leave`.
-            first_run: number of the first run that is held here, which may be traced; above 0
-                in a pipeline stage, which holds some runs of a scanned stack.
+            first_period: number of the first period that is held here, which may be traced;
+                above 0 in a pipeline stage, which holds some periods of a scanned stack.
         """
         _, key_blocks, _ = split_key(key, 3)
         loop = layer_loop()
@@ -253,7 +255,7 @@ class Stack(nnx.Module):
                 x_BLD, inputs, cache, is_training=is_training, remat=remat, key_P=key_P
             )
 
-        num_runs = jax.tree.leaves(nnx.state(self.blocks))[0].shape[0]
+        num_periods = jax.tree.leaves(nnx.state(self.blocks))[0].shape[0]
 
         def run_blocks(x_BLD, blocks, others, inputs):
             cache, key_P, replay_BLNS = others
@@ -264,17 +266,17 @@ class Stack(nnx.Module):
                 cache,
                 is_training=is_training,
                 remat=remat,
-                is_in_loop=num_runs > 1,
+                is_in_loop=num_periods > 1,
                 key_P=key_P,
             )
             return x_BLD, others
 
         if key is not None:
-            key_NP = jax.lax.dynamic_slice_in_dim(key_NP, first_run, num_runs)
-        if (replay := inputs.replay_BLNS) is not None:  # [B, L, runs, N of a run, S]
+            key_NP = jax.lax.dynamic_slice_in_dim(key_NP, first_period, num_periods)
+        if (replay := inputs.replay_BLNS) is not None:  # [B, L, periods, N of a period, S]
             replay = replay.reshape(*replay.shape[:2], self.repeats, -1, replay.shape[3])
             replay = jnp.moveaxis(replay, 2, 0)
-            replay = jax.lax.dynamic_slice_in_dim(replay, first_run, num_runs)
+            replay = jax.lax.dynamic_slice_in_dim(replay, first_period, num_periods)
             inputs = dataclasses.replace(inputs, replay_BLNS=None)
         others = cache, key_NP, replay
         scan = loop.scan or scan_layers

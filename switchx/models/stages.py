@@ -2,7 +2,7 @@
 """A model as chunks of its stacks, run one after the other.
 
 The stages of a pipeline run them (training/pipelined.py), and so does training with experts on
-a disk, a run of blocks at a time (training/offload). A stage holds an equal share of the
+a disk, a period at a time (training/offload). A stage holds an equal share of the
 blocks of every stack, and a copy of all else: of the embeddings, the tables of positions, the
 final norms. A microbatch comes into a chunk as a message: the activations, and in the decoder
 of an encoder-decoder also the encoder's output. Keys are those of the whole model, so that
@@ -22,7 +22,7 @@ from switchx.axes import dims_of
 from switchx.layers.dense import split_key
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params, bind, params_of
-from switchx.models.stack import BlockRun, layer_keys
+from switchx.models.stack import BlockPeriod, layer_keys
 from switchx.moe.replay import given_choices
 from switchx.partitioning.constrain import constrain_named
 from switchx.partitioning.rules import param_table
@@ -92,41 +92,44 @@ def without_experts(params: dict) -> dict:
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
-    """One run of blocks of a scanned stack, and the Switch layers in it.
+class Period:
+    """One period of a scanned stack, and the Switch layers in it.
 
     Attributes:
         stack: `encoder` or `decoder`.
-        place: number of the run in the stack.
-        is_first, is_last: whether it is the first or the last run of its stack.
+        number: number of the period in the stack.
+        is_first, is_last: whether it is the first or the last period of its stack.
         layers: numbers of its Switch layers, in the order of `sparse_layer_names`.
         names: paths of the parameters of the experts of each of these; they are the same in
-            all runs of a stack, whose parameters are stacked over N.
+            all periods of a stack, whose parameters are stacked over N.
     """
 
     stack: str
-    place: int
+    number: int
     is_first: bool
     is_last: bool
     layers: tuple[int, ...]
     names: tuple[tuple[str, ...], ...]
 
 
-def model_runs(config: ModelConfig) -> list[Run]:
-    """All runs of a model of scanned stacks, in the order in which a microbatch meets them."""
-    runs, next_layer = [], 0
+def model_periods(config: ModelConfig) -> list[Period]:
+    """All periods of a model of scanned stacks, in the order in which a microbatch meets
+    them."""
+    periods, next_layer = [], 0
     for stack in stack_names(config):
         names = _expert_names(config, stack)
         repeats = getattr(config, f"num_{stack}_layers") // config.period
-        for place in range(repeats):
+        for number in range(repeats):
             layers = tuple(range(next_layer, next_layer + len(names)))
-            runs.append(Run(stack, place, place == 0, place == repeats - 1, layers, names))
+            periods.append(
+                Period(stack, number, number == 0, number == repeats - 1, layers, names)
+            )
             next_layer += len(names)
-    return runs
+    return periods
 
 
 def _expert_names(config: ModelConfig, stack: str) -> tuple[tuple[str, ...], ...]:
-    """Paths of the parameters of experts, by the Switch layers of a run of a stack."""
+    """Paths of the parameters of experts, by the Switch layers of a period of a stack."""
     layers: dict[tuple[int, bool], list[str]] = {}
     for name, leaf in tree.named_leaves(abstract_params(config)).items():
         parts = name.split("/")  # decoder, blocks, layer_1, ffn, ...
@@ -136,23 +139,26 @@ def _expert_names(config: ModelConfig, stack: str) -> tuple[tuple[str, ...], ...
     return tuple(tuple(layers[place]) for place in sorted(layers))
 
 
-def init_run_experts(config: ModelConfig, run: Run, place, key) -> dict[str, jax.Array]:
-    """The parameters `[E, ...]` of the experts of a run, by path, as `init_params` draws them.
+def init_period_experts(
+    config: ModelConfig, period: Period, number, key
+) -> dict[str, jax.Array]:
+    """The parameters `[E, ...]` of the experts of a period, by path, as `init_params` draws
+    them.
 
-    Under jit nothing else is drawn, so no more than one run is in memory.
+    Under jit nothing else is drawn, so no more than one period is in memory.
 
     Args:
-        place: the run's number in its stack, which may be traced.
+        number: the period's number in its stack, which may be traced.
         key: random key of the whole model's parameters.
     """
     names = stack_names(config)
     # The keys of Transformer (the embedding's is the first) and of Stack.
-    key_stack = jax.random.split(key, 1 + len(names))[1 + names.index(run.stack)]
+    key_stack = jax.random.split(key, 1 + len(names))[1 + names.index(period.stack)]
     _, key_blocks = jax.random.split(key_stack)
-    key_P = layer_keys(config, run.stack, key_blocks)[place]
-    blocks = params_of(BlockRun(config, stack=run.stack, key_P=key_P))
-    leaves = tree.named_leaves({run.stack: {BLOCKS: blocks}})
-    return {name: leaves[name] for names in run.names for name in names}
+    key_P = layer_keys(config, period.stack, key_blocks)[number]
+    blocks = params_of(BlockPeriod(config, stack=period.stack, key_P=key_P))
+    leaves = tree.named_leaves({period.stack: {BLOCKS: blocks}})
+    return {name: leaves[name] for names in period.names for name in names}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,13 +167,13 @@ class Chunk:
 
     Attributes:
         stack: `encoder` or `decoder`.
-        num_runs: runs of blocks in the chunk.
+        num_periods: periods in the chunk.
         is_training: chooses the training capacity and turns jitter on.
     """
 
     config: ModelConfig
     stack: str
-    num_runs: int
+    num_periods: int
     is_training: bool = True
 
     def __call__(self, blocks, shared, batch: dict, message: dict, op: Op, *, key=None):
@@ -205,7 +211,7 @@ class Chunk:
             inputs,
             is_training=self.is_training,
             key=key,
-            first_run=op.place * self.num_runs,
+            first_period=op.chunk_in_stack * self.num_periods,
         )
         x_BLD = jnp.where(op.is_last, stack.leave(x_BLD, key=key), x_BLD)
         return constrain_named(message | {"x_BLD": x_BLD}), stats

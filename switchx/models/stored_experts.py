@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the experts of a model can be in host memory or on a disk.
+"""Experts by the names of their parameters; whether they can be in host memory or on a disk.
 
 The other settings that a job must not have there are in `training/offload/exclusions.py`.
 """
@@ -8,6 +8,10 @@ from collections.abc import Mapping
 from typing import Literal
 
 from switchx.models.config import ModelConfig
+
+# In the names of the parameters of experts, and of their matrices.
+EXPERTS_PATH = "/experts/"
+EXPERT_MATRICES = f"{EXPERTS_PATH}w_"
 
 Tier = Literal["device", "host", "disk"]
 # Also in `training/offload/exclusions.py`, for a job; here for a workload alone.
@@ -37,12 +41,12 @@ def storage_refusal(
         return f"a dense model {there}: it has no experts; use experts='device'"
     if model.switch.has_named_layers:
         return (
-            f"sparse blocks that are named {there}: one program runs all runs of blocks, which "
-            "are to be alike; use experts='device', and a mesh that splits experts or D"
+            f"sparse blocks that are named {there}: one program runs all periods of blocks, "
+            "which are to be alike; use experts='device', and a mesh that splits experts or D"
         )
     if not model.scan_layers:
         return (
-            f"ModelConfig.scan_layers=False {there}: one program runs all runs of blocks, "
+            f"ModelConfig.scan_layers=False {there}: one program runs all periods of blocks, "
             "whose parameters are stacked; use scan_layers=True (a run may change it when it "
             "is resumed)"
         )
@@ -64,16 +68,16 @@ def storage_refusal(
 def _slots_refusal(model: ModelConfig, tier: Tier, slots: int) -> str | None:
     """Why there are too many slots: with a disk the model has them, in a ring each stack."""
     stacks = ("encoder", "decoder") if model.is_encoder_decoder else ("decoder",)
-    runs = {stack: getattr(model, f"num_{stack}_layers") // model.period for stack in stacks}
-    numbers = {f"the {s}": n for s, n in runs.items() if model.num_sparse_layers_of(s)}
+    periods = {stack: getattr(model, f"num_{stack}_layers") // model.period for stack in stacks}
+    numbers = {f"the {s}": n for s, n in periods.items() if model.num_sparse_layers_of(s)}
     of_stacks = ""
     if tier == "disk":
-        numbers, of_stacks = {"the model": sum(runs.values())}, f" ({' and '.join(stacks)})"
+        numbers, of_stacks = {"the model": sum(periods.values())}, f" ({' and '.join(stacks)})"
     for name, number in numbers.items():
         if slots > number:
             way = f"at most {number}" if number > 1 else "experts='device': all are needed"
             return (
                 f"StorageSpec.slots={slots}, but {name} has {number} "
-                f"run{'s' * (number > 1)} of blocks{of_stacks}; use {way}"
+                f"period{'s' * (number > 1)} of blocks{of_stacks}; use {way}"
             )
     return None

@@ -9,10 +9,10 @@ Dims: B batch, L length, M memory, D model, V vocabulary
 import jax
 from flax import nnx
 
-from switchx.layers.attention import segment_mask
+from switchx.layers.attention import causal_mask, segment_mask
 from switchx.layers.dense import split_key
 from switchx.layers.embedding import Embedding
-from switchx.models.block import BlockInputs, causal_mask
+from switchx.models.block import BlockInputs
 from switchx.models.stack import Stack
 from switchx.moe.replay import given_choices
 from switchx.moe.stats import join_stacks

@@ -12,7 +12,7 @@ from switchx.models.config import ModelConfig
 def unrolled(config: ModelConfig, params: dict) -> tuple[ModelConfig, dict]:
     """The model with `scan_layers=False`; unchanged where it is unrolled already.
 
-    Layer r * period + i of a stack is the r-th slice of the scanned run's `layer_i`.
+    Layer r * period + i of a stack is the r-th slice of the scanned period's `layer_i`.
     """
     if not config.scan_layers:
         return config, params
@@ -31,7 +31,7 @@ def scanned_blocks(tree: dict, period: int, stack=np.stack) -> dict:
     """The inverse of `unrolled_blocks`.
 
     Args:
-        period: blocks of the run that is scanned, `ModelConfig.period`.
+        period: blocks of the period that is scanned, `ModelConfig.period`.
         stack: function that makes one array of several; `jnp.stack` for arrays of JAX.
 
     Raises:
@@ -65,7 +65,7 @@ def _unrolled(blocks: dict) -> dict:
 def _scanned(blocks: dict, period: int, stack) -> dict:
     if len(blocks) % period:
         raise ValueError(
-            f"{len(blocks)} layers are not repeats of a run of {period}; leave them unrolled, "
+            f"{len(blocks)} layers are not repeats of {period}; leave them unrolled, "
             "or use a multiple of that"
         )
     layers = [blocks[f"layer_{i}"] for i in range(len(blocks))]

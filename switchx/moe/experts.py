@@ -27,14 +27,9 @@ from pallas_kernels import (
 from pallas_kernels.epilogue import apply_epilogue
 from pallas_kernels.sorted_rows import rows_of_groups
 from switchx.layers.adapted_weight import AdaptedWeight
-from switchx.layers.dense import (
-    activate,
-    dropout,
-    plus,
-    times,
-    weight,
-    zeros,
-)
+from switchx.layers.dense import plus, times, weight, zeros
+from switchx.layers.dropout import dropout
+from switchx.layers.ffn import activate
 from switchx.moe.dispatch import gated
 
 Weight = jax.Array | QTensor | SeparateMatrices | AdaptedWeight

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from switchx.fields import require
-from switchx.layers.dense import DenseFFN, along_last, plus, split_key, weight, zeros
+from switchx.layers.dense import along_last, plus, split_key, weight, zeros
+from switchx.layers.ffn import DenseFFN
 from switchx.moe.capacity import into_groups, layer_capacity, layer_groups, out_of_groups
 from switchx.moe.dispatch import gated
 from switchx.moe.dispatchers import choose_dispatcher

@@ -12,7 +12,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from switchx.layers.dense import dropout
+from switchx.layers.dropout import dropout
 from switchx.partitioning.replicas import random_rows
 
 

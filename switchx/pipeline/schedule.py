@@ -85,7 +85,7 @@ class ScheduleSpec:
         """Checks that a stack's blocks divide over the chunks of all stages.
 
         Args:
-            repeats: runs of `period` blocks in the stack; no chunk has a part of one.
+            repeats: periods of `period` blocks in the stack; no chunk has a part of one.
 
         Raises:
             ValueError: the blocks do not divide.
@@ -101,7 +101,7 @@ class ScheduleSpec:
             ]
             fewer = f", or {' or '.join(stages)} stages" if stages else ""
             raise ValueError(
-                f"{repeats * period} {stack} blocks, {repeats} runs of {period}, do not "
+                f"{repeats * period} {stack} blocks, {repeats} periods of {period}, do not "
                 f"divide over {num_stages} stages of {self.num_chunks} chunk(s); use "
                 f"{' or '.join(layers)} blocks{fewer}"
             )
@@ -128,7 +128,7 @@ class Ops:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Schedule:
-    """The schedule's table; `tests/partitioning/test_schedule.py` runs it as the stages would.
+    """The schedule's table; `tests/pipeline/test_schedule.py` runs it as the stages would.
 
     A stage sends at the end of a tick, and its neighbour uses it in the next tick: activations
     in a forward op, which keeps them in its slot until the microbatch has gone backward,

@@ -27,8 +27,9 @@ class Op(NamedTuple):
     """One stage's part of a tick in one lane and direction.
 
     Attributes:
-        microbatch, place: number of the microbatch, and number of the chunk in its stack, in
-            the order of the blocks. Both are any valid numbers where `is_active` is false.
+        microbatch, chunk_in_stack: number of the microbatch, and number of the chunk in its
+            stack, in the order of the blocks. Both are any valid numbers where `is_active` is
+            false.
         chunk, slot: the number of the stage's own chunk, and the slot that keeps its input.
         is_active, any_active: whether this stage has an op, and whether any stage has one.
         is_first, is_last: whether it is the stack's first chunk, or its last.
@@ -40,7 +41,7 @@ class Op(NamedTuple):
     microbatch: jax.Array
     chunk: jax.Array
     slot: jax.Array
-    place: jax.Array
+    chunk_in_stack: jax.Array
     is_active: jax.Array
     is_first: jax.Array
     is_last: jax.Array
@@ -205,7 +206,7 @@ def op_rows(schedule: Schedule, ops: Ops, ticks=slice(None)) -> dict[str, jax.Ar
         microbatch=np.maximum(ops.microbatch_TPS, 0),
         chunk=chunk_TPS,
         slot=ops.slot_TPS,
-        place=chunk_TPS * schedule.num_stages + stage_P[None, :, None],
+        chunk_in_stack=chunk_TPS * schedule.num_stages + stage_P[None, :, None],
         is_active=ops.is_active_TPS,
         is_first=first,
         is_last=last,

@@ -121,7 +121,7 @@ def predict(
         raise ValueError(f"{TEACHER_IN_STORAGE}; use --storage=device, or DISTILLATION=None")
     use = storage_use(workload, layout, storage, hardware)
     if storage.tier != "device":
-        # Backward computes each run of blocks again from its input, whatever the model says.
+        # Backward computes each period again from its input, whatever the model says.
         again = dataclasses.replace(workload.model, remat="full")
         workload = dataclasses.replace(workload, model=again)
     time = step_time(workload, layout, hardware)

@@ -22,13 +22,13 @@ from switchx.fields import require, require_at_least
 from switchx.hardware.spec import Hardware
 from switchx.inference.offload.streaming import most_slots, streamed_layers
 from switchx.models.config import PREFILL_CHUNK, ModelConfig
+from switchx.models.stored_experts import EXPERT_MATRICES, EXPERTS_PATH
 from switchx.partitioning.mesh import AXES
 from switchx.planner.layout import Layout, StateArray, local_bytes
 
 MOST_DEVICES = 2**12
 # Axes that a model in use is split over.
 SERVING_AXES = ("data", "expert", "model")
-_EXPERTS = "/experts/w_"
 _SCALE_BYTES = 4
 _LOGIT_BYTES = 4
 
@@ -128,7 +128,7 @@ def weights_of(params, bits: int | None = None) -> tuple[StateArray, ...]:
     for name, leaf in tree.named_leaves(params).items():
         dims = dims_of(name.rpartition("/")[2], len(leaf.shape))
         size = np.dtype(leaf.dtype).itemsize
-        if bits is not None and _EXPERTS in name:
+        if bits is not None and EXPERT_MATRICES in name:
             size = bits / 8
             scales, letters = (*leaf.shape[:-2], leaf.shape[-1]), dims[:-2] + dims[-1]
             found.append(StateArray(f"{name}/scales", letters, scales, _SCALE_BYTES, "params"))
@@ -221,7 +221,7 @@ def _ring(served: ServedModel, slots: int) -> Ring:
     (whole,) = splits(served, 1, None)
     config = served.config
     experts = sum(
-        local_bytes(array, Layout()) for array in served.weights if "/experts/" in array.name
+        local_bytes(array, Layout()) for array in served.weights if EXPERTS_PATH in array.name
     )
     layer = experts / len(config.sparse_layer_names)
     streams = streamed_layers(config, slots)

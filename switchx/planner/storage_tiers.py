@@ -6,7 +6,7 @@ in mixed precision, `paper_bytes`; `storage_use` counts them array by array for 
 and the dtypes of a job, as training moves them:
 
     host   parameters, gradients and optimizer state of experts in host memory; a step streams
-           each run of blocks through `slots` on the device, and updates run by run there
+           each period through `slots` on the device, and updates run by run there
     disk   a record an expert (parameters and optimizer state), of which the host's memory
            caches some; a step fetches those that it touches, and updates them on the host
 
@@ -283,7 +283,7 @@ def _is_of_experts(array: StateArray) -> bool:
 
 
 def _run_bytes(workload: Workload, layout: Layout) -> tuple[float, float]:
-    """Bytes of the experts in one run of blocks of the larger stack: parameters, and the
+    """Bytes of the experts in one period of the larger stack: parameters, and the
     optimizer's state."""
     largest = (0.0, 0.0)
     for stack in workload.stacks:

@@ -150,14 +150,14 @@ def _health_routes(models: Models) -> list[Route]:
         """200 while the workers live; what they are doing.
 
         Of each model the programs that are compiled, with most inputs at a time, and the
-        number of groups whose further ones are compiled without being asked for.
+        number of shapes whose further ones are compiled without being asked for.
         """
         is_alive = models.is_alive
         status = {"alive": is_alive, "ready": models.is_ready, "draining": models.is_draining}
         status["models"] = {
             name: {
                 "compiled": {
-                    str(group): size for group, size in service.worker.compiled.items()
+                    str(shape): size for shape, size in service.worker.compiled.items()
                 },
                 "planned": len(service.worker.compiler.planned),
             }

@@ -13,10 +13,10 @@ from switchx.data.data_dir import cache_dir
 from switchx.files import write_atomically
 from switchx.inference.config import DecodingConfig
 from switchx.serving.limits import Limits
-from switchx.serving.request_queue import Group
+from switchx.serving.request_queue import ProgramShape
 
 LOG = logging.getLogger(__name__)
-MOST_GROUPS = 4  # 64 programs are kept, and a group has a dozen
+MOST_SHAPES = 4  # 64 programs are kept, and a shape has a dozen
 _FLAGS = ("is_sampling", "has_processors", "is_recorded")
 
 
@@ -25,15 +25,15 @@ def history_of(fingerprint: str) -> pathlib.Path:
     return cache_dir() / "served" / f"{fingerprint[:32]}.json"
 
 
-def read_groups(path: pathlib.Path, limits: Limits) -> list[Group]:
+def read_shapes(path: pathlib.Path, limits: Limits) -> list[ProgramShape]:
     """Groups that a server was asked for and that these limits allow, the most wanted first.
 
     There are none where the file is missing or none of ours: it saves time alone.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        groups = [Group(**_checked(dict(each))) for each in found]
-        return [group for group in groups if _is_allowed(group, limits)]
+        shapes = [ProgramShape(**_checked(dict(each))) for each in found]
+        return [shape for shape in shapes if _is_allowed(shape, limits)]
     except FileNotFoundError:
         return []
     except (OSError, ValueError, TypeError, IndexError, RecursionError) as error:
@@ -41,28 +41,28 @@ def read_groups(path: pathlib.Path, limits: Limits) -> list[Group]:
         return []
 
 
-def write_groups(path: pathlib.Path, asked: Counter[Group]) -> None:
-    """Writes the groups that were asked for most, if any was."""
-    groups = [dataclasses.asdict(group) for group, _ in asked.most_common(MOST_GROUPS)]
-    if not groups:
+def write_shapes(path: pathlib.Path, asked: Counter[ProgramShape]) -> None:
+    """Writes the shapes that were asked for most, if any was."""
+    shapes = [dataclasses.asdict(shape) for shape, _ in asked.most_common(MOST_SHAPES)]
+    if not shapes:
         return
     try:
-        write_atomically(path, json.dumps(groups).encode())
+        write_atomically(path, json.dumps(shapes).encode())
     except OSError as error:
         LOG.warning("what was asked for is not kept for the next start: %s", error)
 
 
-def keep_asked(asked: Iterable[tuple[str, Counter[Group]]]) -> None:
+def keep_asked(asked: Iterable[tuple[str, Counter[ProgramShape]]]) -> None:
     """Writes what each model was asked for, by fingerprint; one may have several names."""
-    by_model: dict[str, Counter[Group]] = {}
-    for fingerprint, groups in asked:
-        by_model.setdefault(fingerprint, Counter()).update(groups)
-    for fingerprint, groups in by_model.items():
-        write_groups(history_of(fingerprint), groups)
+    by_model: dict[str, Counter[ProgramShape]] = {}
+    for fingerprint, shapes in asked:
+        by_model.setdefault(fingerprint, Counter()).update(shapes)
+    for fingerprint, shapes in by_model.items():
+        write_shapes(history_of(fingerprint), shapes)
 
 
 def _checked(values: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a group; what is no number of its kind would end the worker that compiles it.
+    """Fields of a shape; what is no number of its kind would end the worker that compiles it.
 
     Raises:
         TypeError: a value is of another type.
@@ -74,12 +74,12 @@ def _checked(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _is_allowed(group: Group, limits: Limits) -> bool:
-    settings = DecodingConfig(**group.settings)
+def _is_allowed(shape: ProgramShape, limits: Limits) -> bool:
+    settings = DecodingConfig(**shape.settings)
     longest = limits.prompt_length(limits.max_input_tokens)
     return (
-        group.prompt_length == limits.prompt_length(group.prompt_length) <= longest
-        and group.answer_length == limits.answer_length(group.answer_length)
-        and group.beam_size <= limits.max_beam_size
+        shape.prompt_length == limits.prompt_length(shape.prompt_length) <= longest
+        and shape.answer_length == limits.answer_length(shape.answer_length)
+        and shape.beam_size <= limits.max_beam_size
         and limits.refusal(settings) is None
     )

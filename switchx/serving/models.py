@@ -29,7 +29,7 @@ from switchx.inference.artifact import is_artifact
 from switchx.inference.config import ExpertSlots
 from switchx.partitioning.compiler_options import CompilerOptions
 from switchx.partitioning.mesh import MeshSpec
-from switchx.serving.history import MOST_GROUPS
+from switchx.serving.history import MOST_SHAPES
 from switchx.serving.limits import Limits
 from switchx.serving.metrics import Metrics
 from switchx.serving.requests import Refusal, shown
@@ -299,7 +299,7 @@ class Reloader(threading.Thread):
             Exception: whatever its worker failed with.
         """
         # A copy: its worker counts on.
-        asked = [group for group, _ in running.worker.asked.copy().most_common(MOST_GROUPS)]
+        asked = [shape for shape, _ in running.worker.asked.copy().most_common(MOST_SHAPES)]
         service = Service(model, running.limits, running.name, running.metrics.server, asked)
         try:
             # The running one answers meanwhile.

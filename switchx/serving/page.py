@@ -23,7 +23,7 @@ from switchx.serving.service import Service
 
 FILE = importlib.resources.files("switchx.serving").joinpath("page.html").read_text("utf-8")
 SETTINGS = "    <!-- a label and an input of each setting -->\n"
-EXPERTS = '    <label><input id="experts" type="checkbox"> experts of each token</label>\n'
+EXPERTS_BOX = '    <label><input id="experts" type="checkbox"> experts of each token</label>\n'
 
 
 def page_of(service: Service) -> HTMLResponse:
@@ -37,7 +37,7 @@ def page_of(service: Service) -> HTMLResponse:
     for place, said in (texts | {"EXAMPLE": example_of(model)}).items():
         text = text.replace(f">{place}", f">{html.escape(said)}", 1)
     if fault_of_experts(model) is not None:
-        text = text.replace(EXPERTS, "")
+        text = text.replace(EXPERTS_BOX, "")
     return HTMLResponse(text, headers={"content-security-policy": POLICY})
 
 

@@ -44,7 +44,7 @@ Event = NewTokens | Answer | Failure
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
+class ProgramShape:
     """The sizes and settings that a batch's programs are compiled for, except its rows' number.
 
     Attributes:
@@ -77,7 +77,7 @@ class Group:
         settings: DecodingConfig,
         limits: Limits,
         is_recorded: bool = False,
-    ) -> "Group":
+    ) -> "ProgramShape":
         return cls(
             limits.prompt_length(len(prompt)),
             limits.answer_length(settings.max_new_tokens),
@@ -95,7 +95,7 @@ class Group:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Fields of a `DecodingConfig` whose program is the group's, whatever the model's
+        """Fields of a `DecodingConfig` whose program is the shape's, whatever the model's
         defaults are."""
         return {
             "repetition_penalty": 1.0,
@@ -109,8 +109,8 @@ class Group:
             "logprobs": self.num_kept,
         }
 
-    def joined(self, other: "Group") -> "Group":
-        """The group of a batch with inputs of both, which are of one kind."""
+    def joined(self, other: "ProgramShape") -> "ProgramShape":
+        """The shape of a batch with inputs of both, which are of one kind."""
         return dataclasses.replace(
             self,
             prompt_length=max(self.prompt_length, other.prompt_length),
@@ -136,7 +136,7 @@ class QueuedInput:
     prompt: list[int]
     settings: DecodingConfig
     number: int
-    group: Group
+    shape: ProgramShape
     deliver: Callable[[Event], None]
     is_streaming: bool = False
     arrival_s: float = dataclasses.field(default_factory=time.monotonic)

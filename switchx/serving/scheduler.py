@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The batches that inputs of the request queue join, and the threads that answer them.
 
-`Worker` is the thread that runs the model, `Compiler` the one that compiles what new groups of
+`Worker` is the thread that runs the model, `Compiler` the one that compiles what new shapes of
 inputs need, while the worker goes on with others. `RequestQueue` stands between them and the
 event loop (service.py).
 """
@@ -21,15 +21,15 @@ from collections.abc import Sequence
 from switchx.api import Model
 from switchx.inference.config import BATCHES, DecodingConfig, rounded_up
 from switchx.inference.generate import NO_ANSWER, Generator
-from switchx.inference.rows import RowSettings
+from switchx.inference.logits_processors import RowSettings
 from switchx.inference.running_batch import Hypothesis, RunningBatch, are_compiled
 from switchx.serving.limits import PROMPT_LENGTHS, Limits
 from switchx.serving.metrics import ModelMetrics
 from switchx.serving.request_queue import (
     Answer,
     Failure,
-    Group,
     NewTokens,
+    ProgramShape,
     QueuedInput,
     RequestQueue,
     of_requests,
@@ -55,7 +55,7 @@ class Worker(threading.Thread):
     Attributes:
         queue: the request queue, with the inputs that wait.
         is_ready: whether the first programs are compiled, and inputs are taken.
-        asked: number of inputs that were answered, by group.
+        asked: number of inputs that were answered, by shape.
         error: the error that ended the thread.
         compiler: the thread that compiles the programs that inputs wait for.
         heartbeat_s: time of its last decode steps, by the clock `time.monotonic`.
@@ -66,27 +66,27 @@ class Worker(threading.Thread):
         model: Model,
         limits: Limits,
         metrics: ModelMetrics,
-        asked_before: Sequence[Group] = (),
+        asked_before: Sequence[ProgramShape] = (),
     ):
         """Compiles nothing yet.
 
         Args:
-            asked_before: groups that an earlier server was asked for, the most wanted first;
+            asked_before: shapes that an earlier server was asked for, the most wanted first;
                 their programs are compiled before those of other short prompts.
         """
         super().__init__(name="switchx-worker", daemon=True)
         self._asked_before, self.asked = asked_before, Counter()
         self._model, self._limits, self._metrics = model, limits, metrics
         self.queue, self.compiler = RequestQueue(limits), Compiler(self)
-        self._generators: dict[Group, Generator] = {}
+        self._generators: dict[ProgramShape, Generator] = {}
         # Batches by kind.
         self._batches: dict[tuple, Batch] = {}
-        # The largest batch that the programs of a group are compiled for.
-        self._compiled: dict[Group, int] = {}
-        # And of groups whose next larger batch could not be compiled, the largest to ask for.
-        self._most: dict[Group, int] = {}
+        # The largest batch that the programs of a shape are compiled for.
+        self._compiled: dict[ProgramShape, int] = {}
+        # And of shapes whose next larger batch could not be compiled, the largest to ask for.
+        self._most: dict[ProgramShape, int] = {}
         # Groups of which no batch was decoded since they were compiled.
-        self._unused: set[Group] = set()
+        self._unused: set[ProgramShape] = set()
         # Experts outside of the device are moved by one thread at a time.
         self._moving = threading.Lock()
         self.is_ready, self.error = False, None
@@ -109,9 +109,9 @@ class Worker(threading.Thread):
         return self.is_ready and not self.compiler.planned
 
     @property
-    def compiled(self) -> dict[Group, int]:
+    def compiled(self) -> dict[ProgramShape, int]:
         """Groups whose programs are compiled, with most inputs that are decoded together."""
-        return {group: size for group, size in list(self._compiled.items()) if size}
+        return {shape: size for shape, size in list(self._compiled.items()) if size}
 
     def run(self) -> None:
         try:
@@ -143,53 +143,53 @@ class Worker(threading.Thread):
     def _admit(self) -> bool:
         """Takes inputs into batches with free rows and compiled programs; says if any."""
         joining: dict[tuple, list[QueuedInput]] = {}
-        groups = {kind: batch.group for kind, batch in self._batches.items()}
+        shapes = {kind: batch.shape for kind, batch in self._batches.items()}
         full: set[tuple] = set()
         for each in [] if self.queue.is_closed else self.candidates():
-            kind = each.group.kind
+            kind = each.shape.kind
             batch, others = self._batches.get(kind), joining.setdefault(kind, [])
             size = len(others) + 1 + (len(batch.inputs) if batch else 0)
-            group = groups.get(kind, each.group).joined(each.group)
-            if kind in full or size > self._most_inputs(group):
-                # No later one goes before it, of a smaller group: it might wait for ever.
+            shape = shapes.get(kind, each.shape).joined(each.shape)
+            if kind in full or size > self._most_inputs(shape):
+                # No later one goes before it, of a smaller shape: it might wait for ever.
                 full.add(kind)
                 continue
-            if self._num_compiled(group) < size:
-                self.compiler.ask(group)
-                if (larger := self._covering(group, size)) is None:
+            if self._num_compiled(shape) < size:
+                self.compiler.ask(shape)
+                if (larger := self._covering(shape, size)) is None:
                     continue
-                group = larger
-            groups[kind] = group
+                shape = larger
+            shapes[kind] = shape
             others.append(each)
         for kind, batch in self._batches.items():
             batch.is_full = kind in full
         for kind, inputs in joining.items():
             for first in range(0, len(inputs), MOST_JOINING):
                 if there := self.queue.take(inputs[first : first + MOST_JOINING]):
-                    self._join(kind, there, groups[kind])
+                    self._join(kind, there, shapes[kind])
         return any(joining.values())
 
-    def _join(self, kind, inputs: list[QueuedInput], group: Group) -> None:
+    def _join(self, kind, inputs: list[QueuedInput], shape: ProgramShape) -> None:
         self._metrics.count_waits(self._metrics.queue_s, inputs)
-        self.asked.update(each.group for each in inputs)
+        self.asked.update(each.shape for each in inputs)
         with self._failing(kind, inputs), self._moving_experts():
             if kind not in self._batches:
-                self._batches[kind] = Batch(self._running_batch(group), group)
+                self._batches[kind] = Batch(self._running_batch(shape), shape)
             batch = self._batches[kind]
-            batch.group = group
-            self._unused.discard(group)
-            self._read(batch.running, inputs, group, batch.inputs_by_name)
+            batch.shape = shape
+            self._unused.discard(shape)
+            self._read(batch.running, inputs, shape, batch.inputs_by_name)
             self._metrics.batch_size.observe(len(batch.inputs))
 
-    def _read(self, running: RunningBatch, inputs, group: Group, by_name: dict) -> None:
+    def _read(self, running: RunningBatch, inputs, shape: ProgramShape, by_name: dict) -> None:
         settings = [each.settings for each in inputs]
         names = running.admit(
             [each.prompt for each in inputs],
             numbers=[each.number for each in inputs],
             token_limits=[each.max_new_tokens for each in settings],
             settings=RowSettings.of(settings),
-            length=group.prompt_length,
-            places=group.answer_length,
+            length=shape.prompt_length,
+            places=shape.answer_length,
         )
         by_name.update(zip(names, inputs, strict=True))
 
@@ -243,23 +243,23 @@ class Worker(threading.Thread):
         if self._model.experts is not None:
             time.sleep(0.01)  # a lock is not fair
 
-    def _running_batch(self, group: Group) -> RunningBatch:
-        generator = self._generator(group)
+    def _running_batch(self, shape: ProgramShape) -> RunningBatch:
+        generator = self._generator(shape)
         return RunningBatch(
             generator.config,
             generator.params,
             generator.decoding,
             devices=generator.devices,
             experts=generator.experts,
-            is_recorded=group.is_recorded,
+            is_recorded=shape.is_recorded,
         )
 
-    def _generator(self, group: Group) -> Generator:
-        key = dataclasses.replace(group, prompt_length=0)
+    def _generator(self, shape: ProgramShape) -> Generator:
+        key = dataclasses.replace(shape, prompt_length=0)
         if key not in self._generators:
             # What is each input's own is given with it: one program for all.
             self._generators[key] = self._model.generator(
-                batch_size=self._limits.batch_size, **group.settings
+                batch_size=self._limits.batch_size, **shape.settings
             )
         return self._generators[key]
 
@@ -277,124 +277,124 @@ class Worker(threading.Thread):
     def _warm_up(self) -> None:
         """Compiles the first of the programs that are wanted for sure; the compiler goes on.
 
-        They are those of groups that were asked for before, and of the model's own way of
+        They are those of shapes that were asked for before, and of the model's own way of
         decoding of short prompts, for all batches and ways to shrink.
         """
         limits = self._limits
         longest = min(limits.warm_up_tokens, limits.prompt_length(limits.max_input_tokens))
         lengths = [length for length in PROMPT_LENGTHS if length <= longest]
         settings = self._model.decoding_config(**limits.warm_up(self._model.decoding))
-        groups = [Group.of([0] * length, settings, limits) for length in lengths]
-        if groups:  # nothing is compiled ahead with warm_up_tokens=0
-            groups = list(dict.fromkeys((*self._asked_before, *groups)))
-            while not self._begins_with(groups[0], is_last=len(groups) == 1):
-                del groups[0]
-        self.compiler.plan(groups)
+        shapes = [ProgramShape.of([0] * length, settings, limits) for length in lengths]
+        if shapes:  # nothing is compiled ahead with warm_up_tokens=0
+            shapes = list(dict.fromkeys((*self._asked_before, *shapes)))
+            while not self._begins_with(shapes[0], is_last=len(shapes) == 1):
+                del shapes[0]
+        self.compiler.plan(shapes)
 
-    def _begins_with(self, group: Group, *, is_last: bool) -> bool:
-        """Compiles the first programs of a group; says whether that went well.
+    def _begins_with(self, shape: ProgramShape, *, is_last: bool) -> bool:
+        """Compiles the first programs of a shape; says whether that went well.
 
         Raises:
-            Exception: no program could be compiled, and no other group is left, or it is one of
+            Exception: no program could be compiled, and no other shape is left, or it is one of
                 the model's own way of decoding.
         """
-        LOG.info("compiling for one input: %s", group)
+        LOG.info("compiling for one input: %s", shape)
         try:
-            self.compile_more(group)
+            self.compile_more(shape)
         except Exception:
-            if is_last or group not in self._asked_before:
+            if is_last or shape not in self._asked_before:
                 raise
             # An earlier server may have had more memory.
-            LOG.exception("no program could be compiled for %s", group)
+            LOG.exception("no program could be compiled for %s", shape)
             return False
         return True
 
-    def is_whole(self, group: Group) -> bool:
-        """Whether no larger batch of a group is to be compiled."""
-        return self._compiled.get(group, 0) >= self._most_inputs(group)
+    def is_whole(self, shape: ProgramShape) -> bool:
+        """Whether no larger batch of a shape is to be compiled."""
+        return self._compiled.get(shape, 0) >= self._most_inputs(shape)
 
-    def _most_inputs(self, group: Group) -> int:
-        """Most inputs of a group that are decoded together, once that is compiled."""
-        return min(self._limits.batch_size, self._most.get(group, self._limits.batch_size))
+    def _most_inputs(self, shape: ProgramShape) -> int:
+        """Most inputs of a shape that are decoded together, once that is compiled."""
+        return min(self._limits.batch_size, self._most.get(shape, self._limits.batch_size))
 
-    def _covering(self, group: Group, size: int) -> Group | None:
-        """The smallest group with compiled programs for so many inputs of a group, which are
+    def _covering(self, shape: ProgramShape, size: int) -> ProgramShape | None:
+        """The smallest shape with compiled programs for so many inputs of a shape, which are
         padded further; None where there is none."""
         fits = [
             each
             for each in self.compiled
-            if each.kind == group.kind and each.joined(group) == each
+            if each.kind == shape.kind and each.joined(shape) == each
             and self._num_compiled(each) >= size
         ]  # fmt: skip
         sizes = operator.attrgetter("prompt_length", "answer_length")
         return min(fits, key=sizes, default=None)
 
-    def _num_compiled(self, group: Group) -> int:
-        """Number of inputs of a group that the compiled and kept programs take.
+    def _num_compiled(self, shape: ProgramShape) -> int:
+        """Number of inputs of a shape that the compiled and kept programs take.
 
         New programs count as kept, so that each compilation is followed by a batch also where
-        not even one group's programs can be kept.
+        not even one shape's programs can be kept.
         """
-        size = self._compiled.get(group, 0)
-        if not size or group in self._unused:
+        size = self._compiled.get(shape, 0)
+        if not size or shape in self._unused:
             return size
-        generator = self._generator(group)
-        if not are_compiled(generator, size, group.prompt_length, group.is_recorded):
-            size = self._compiled[group] = 0
+        generator = self._generator(shape)
+        if not are_compiled(generator, size, shape.prompt_length, shape.is_recorded):
+            size = self._compiled[shape] = 0
         return size
 
-    def compile_more(self, group: Group) -> None:
-        """Compiles what the next larger batch of a group needs to begin, to be joined by few
+    def compile_more(self, shape: ProgramShape) -> None:
+        """Compiles what the next larger batch of a shape needs to begin, to be joined by few
         or many inputs, and to shrink; nothing where there is none."""
-        generator = self._generator(group)
+        generator = self._generator(shape)
         # On a mesh they are multiples of the devices that split them.
         sizes = generator.devices.batches(generator.config, BATCHES)
-        most = rounded_up(self._most_inputs(group), sizes)
-        num_compiled = self._num_compiled(group)
+        most = rounded_up(self._most_inputs(shape), sizes)
+        num_compiled = self._num_compiled(shape)
         size = next((size for size in sizes if num_compiled < size <= most), None)
         if size is None:
             return  # it has been compiled since it was asked for
         smaller = (0, *sizes)[: sizes.index(size) + 1]
         # The least inputs of each size that can join one that goes on.
         joining = [each + 1 for each in smaller if each < min(MOST_JOINING, size - 1)]
-        longest = min(len(joining) + 2, group.answer_length)
+        longest = min(len(joining) + 2, shape.answer_length)
         with self._moving_experts():
-            running = self._running_batch(group)
-        self._read_ones(running, group, smaller[-1] or 1, longest)
+            running = self._running_batch(shape)
+        self._read_ones(running, shape, smaller[-1] or 1, longest)
         for number in joining:
-            self._read_ones(running, group, number, 1)
+            self._read_ones(running, shape, number, 1)
             with self._moving_experts_last():
                 running.advance(1, is_compacting=False)
         while running.waiting:
             with self._moving_experts_last():
                 running.advance(STEPS[0])
-        self._compiled[group] = size
-        self._most.pop(group, None)
-        self._unused.add(group)
+        self._compiled[shape] = size
+        self._most.pop(shape, None)
+        self._unused.add(shape)
         self.queue.notify()
 
-    def _read_ones(self, running: RunningBatch, group: Group, number: int, longest: int):
+    def _read_ones(self, running: RunningBatch, shape: ProgramShape, number: int, longest: int):
         """Joins inputs of one token to a batch; one of them has the longest answer."""
         inputs = [
-            QueuedInput([1], DecodingConfig(1 if i else longest), i, group, id)
+            QueuedInput([1], DecodingConfig(1 if i else longest), i, shape, id)
             for i in range(number)
         ]
         for first in range(0, number, MOST_JOINING):
             with self._moving_experts_last():
-                self._read(running, inputs[first : first + MOST_JOINING], group, {})
+                self._read(running, inputs[first : first + MOST_JOINING], shape, {})
 
-    def give_up(self, group: Group) -> None:
-        """Has no larger batch of a group asked for than is compiled.
+    def give_up(self, shape: ProgramShape) -> None:
+        """Has no larger batch of a shape asked for than is compiled.
 
-        Where none is, its inputs fail; the next one is tried again, alone. Smaller groups that
+        Where none is, its inputs fail; the next one is tried again, alone. Smaller shapes that
         were to be joined to it are decoded apart.
         """
-        size = self._num_compiled(group)
-        self._most[group] = max(1, size)
+        size = self._num_compiled(shape)
+        self._most[shape] = max(1, size)
         if size:
-            LOG.warning("%d inputs at most are decoded together: %s", size, group)
+            LOG.warning("%d inputs at most are decoded together: %s", size, shape)
             return
-        for each in self.queue.take([x for x in self.queue.waiting() if x.group == group]):
+        for each in self.queue.take([x for x in self.queue.waiting() if x.shape == shape]):
             each.deliver(Failure(each.number))
 
 
@@ -403,13 +403,13 @@ class Batch:
     """Inputs that are decoded together.
 
     Attributes:
-        group: the group that the batch's programs are compiled for.
+        shape: the shape that the batch's programs are compiled for.
         inputs_by_name: the inputs, by the names that `running` gives them.
         is_full: whether more inputs wait for it than it has free rows.
     """
 
     running: RunningBatch
-    group: Group
+    shape: ProgramShape
     inputs_by_name: dict[int, QueuedInput] = dataclasses.field(default_factory=dict)
     is_full: bool = False
 
@@ -435,63 +435,65 @@ class Batch:
 class Compiler(threading.Thread):
     """Compiles what inputs wait for, while the worker answers those that have programs.
 
-    A group begins with the programs of one input, and gets those of larger batches when more
-    inputs wait than its programs take. While none waits, the groups that are planned get
+    A shape begins with the programs of one input, and gets those of larger batches when more
+    inputs wait than its programs take. While none waits, the shapes that are planned get
     theirs, the next larger batch of each in turn.
 
     Attributes:
-        planned: groups whose programs are compiled without being asked for.
+        planned: shapes whose programs are compiled without being asked for.
     """
 
     def __init__(self, worker: Worker):
         super().__init__(name="switchx-compiler", daemon=True)
         self._worker = worker
         # The lowest numbers go first; the second ones keep the order of what was put.
-        self._wanted: queue.PriorityQueue[tuple[int, int, Group | None]] = queue.PriorityQueue()
+        self._wanted: queue.PriorityQueue[tuple[int, int, ProgramShape | None]] = (
+            queue.PriorityQueue()
+        )
         self._count = itertools.count()
-        self._asked: set[Group] = set()
-        self.planned: set[Group] = set()
+        self._asked: set[ProgramShape] = set()
+        self.planned: set[ProgramShape] = set()
 
-    def ask(self, group: Group) -> None:
-        """Has the programs of the group's next larger batch compiled, if they are not being."""
-        if group not in self._asked:
-            self._asked.add(group)
-            self._put(_ASKED, group)
+    def ask(self, shape: ProgramShape) -> None:
+        """Has the programs of the shape's next larger batch compiled, if they are not being."""
+        if shape not in self._asked:
+            self._asked.add(shape)
+            self._put(_ASKED, shape)
 
-    def plan(self, groups: Sequence[Group]) -> None:
-        """Has all programs of these groups compiled."""
-        self.planned.update(groups)
-        for group in groups:
-            self._put(_PLANNED, group)
+    def plan(self, shapes: Sequence[ProgramShape]) -> None:
+        """Has all programs of these shapes compiled."""
+        self.planned.update(shapes)
+        for shape in shapes:
+            self._put(_PLANNED, shape)
 
     def close(self) -> None:
         """Ends it after its program."""
         self._put(_ENDING, None)
 
-    def _put(self, priority: int, group: Group | None) -> None:
-        self._wanted.put((priority, next(self._count), group))
+    def _put(self, priority: int, shape: ProgramShape | None) -> None:
+        self._wanted.put((priority, next(self._count), shape))
 
     def run(self) -> None:
         while (wanted := self._wanted.get())[-1] is not None:
-            priority, _, group = wanted
-            is_done = self._compile(group)
+            priority, _, shape = wanted
+            is_done = self._compile(shape)
             if priority == _ASKED:
-                self._asked.discard(group)
+                self._asked.discard(shape)
             elif is_done:
-                self.planned.discard(group)
+                self.planned.discard(shape)
             else:
-                self._put(_PLANNED, group)
+                self._put(_PLANNED, shape)
             self._worker.queue.notify()
 
-    def _compile(self, group: Group) -> bool:
-        """Compiles the programs of a group's next larger batch; says whether it is the last."""
-        LOG.info("compiling the next program of %s", group)
+    def _compile(self, shape: ProgramShape) -> bool:
+        """Compiles the programs of a shape's next larger batch; says whether it is the last."""
+        LOG.info("compiling the next program of %s", shape)
         try:
-            self._worker.compile_more(group)
+            self._worker.compile_more(shape)
         except Exception:
-            waiting = [x for x in self._worker.queue.waiting() if x.group == group]
+            waiting = [x for x in self._worker.queue.waiting() if x.shape == shape]
             of = of_requests(waiting)
-            LOG.exception("no program could be compiled for %s%s", group, of)
-            self._worker.give_up(group)
+            LOG.exception("no program could be compiled for %s%s", shape, of)
+            self._worker.give_up(shape)
             return True
-        return self._worker.is_whole(group)
+        return self._worker.is_whole(shape)

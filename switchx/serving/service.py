@@ -15,7 +15,7 @@ from switchx.api import Model
 from switchx.fields import require
 from switchx.serving.limits import Limits
 from switchx.serving.metrics import Metrics
-from switchx.serving.request_queue import Answer, Event, Failure, Group, QueuedInput
+from switchx.serving.request_queue import Answer, Event, Failure, ProgramShape, QueuedInput
 from switchx.serving.requests import GenerateRequest, Refusal
 from switchx.serving.scheduler import Worker
 
@@ -34,7 +34,7 @@ class Service:
         limits: Limits,
         name: str = "switchx",
         metrics: Metrics | None = None,
-        asked_before: Sequence[Group] = (),
+        asked_before: Sequence[ProgramShape] = (),
     ):
         """Starts the worker, which compiles first.
 
@@ -101,9 +101,9 @@ class Service:
 
         settings, inputs = request.settings, []
         for number, prompt in enumerate(request.decoded):
-            group = Group.of(prompt, settings, self.limits, request.with_experts)
+            shape = ProgramShape.of(prompt, settings, self.limits, request.with_experts)
             has_events = request.wants_tokens
-            each = QueuedInput(prompt, settings, number, group, deliver, has_events)
+            each = QueuedInput(prompt, settings, number, shape, deliver, has_events)
             each.request_id = request.request_id
             inputs.append(each)
 

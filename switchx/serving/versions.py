@@ -6,7 +6,7 @@ import importlib.metadata
 
 import jax
 
-from switchx.manifest import git_commit
+from switchx.whole_folders import git_commit
 
 
 @functools.cache

@@ -32,7 +32,7 @@ SWEEPS = ("forward", "backward", "update")
 FORWARD, BACKWARD, UPDATE = range(3)
 
 
-class Place(NamedTuple):
+class Moment(NamedTuple):
     """Where a run is when it requests experts."""
 
     step: int
@@ -49,10 +49,10 @@ class Policy(Protocol):
 
     num_keys: int
 
-    def request(self, keys: np.ndarray, place: Place) -> None:
+    def request(self, keys: np.ndarray, moment: Moment) -> None:
         """Takes note of a request, before its victims are chosen."""
 
-    def victims(self, candidates: np.ndarray, number: int, place: Place) -> np.ndarray:
+    def victims(self, candidates: np.ndarray, number: int, moment: Moment) -> np.ndarray:
         """`number` of the candidates, those to evict; they are not told of their eviction."""
 
 
@@ -97,7 +97,7 @@ class Cache:
     def dirty(self) -> np.ndarray:
         return np.flatnonzero(self._is_dirty_NE)
 
-    def request(self, keys: Sequence[int] | np.ndarray, place: Place) -> Admission:
+    def request(self, keys: Sequence[int] | np.ndarray, moment: Moment) -> Admission:
         """Makes all of `keys` resident at once; none of them evicts another.
 
         Raises:
@@ -113,16 +113,16 @@ class Cache:
         )
         require(
             len(keys) <= self.capacity,
-            f"the cache holds {self.capacity} records, but layer {place.layer} needs "
+            f"the cache holds {self.capacity} records, but layer {moment.layer} needs "
             f"{len(keys)} at once: give the cache room for at least {len(keys)}",
         )
         missed = keys[~self._is_resident_NE[keys]]
         num_evicted = max(0, self._num_resident + len(missed) - self.capacity)
         evicted = missed[:0]
-        self._policy.request(keys, place)
+        self._policy.request(keys, moment)
         if num_evicted:
             candidates = np.flatnonzero(self._is_resident_NE & ~is_asked_NE)
-            evicted = self._policy.victims(candidates, num_evicted, place)
+            evicted = self._policy.victims(candidates, num_evicted, moment)
             require(len(evicted) == num_evicted, f"{len(evicted)} victims of {num_evicted}")
         written_back = evicted[self._is_dirty_NE[evicted]]
         self._is_resident_NE[evicted] = self._is_dirty_NE[evicted] = False
@@ -151,10 +151,10 @@ class LRU:
         self.num_keys = num_layers * num_experts
         self._clock = _Clock(self.num_keys)
 
-    def request(self, keys: np.ndarray, place: Place) -> None:
+    def request(self, keys: np.ndarray, moment: Moment) -> None:
         self._clock.tick(keys)
 
-    def victims(self, candidates: np.ndarray, number: int, place: Place) -> np.ndarray:
+    def victims(self, candidates: np.ndarray, number: int, moment: Moment) -> np.ndarray:
         age = self._clock.age(candidates)
         return _largest(candidates, number, age, age)
 
@@ -181,7 +181,7 @@ class DecayedLFU:
         self._count_NE = np.zeros(self.num_keys)
         self._clock = _Clock(self.num_keys)
 
-    def request(self, keys: np.ndarray, place: Place) -> None:
+    def request(self, keys: np.ndarray, moment: Moment) -> None:
         self._clock.tick(keys)
         self._count_NE[keys] += 1
         self._since_decay += len(keys)
@@ -189,7 +189,7 @@ class DecayedLFU:
             self._count_NE *= self._beta
             self._since_decay -= self._period
 
-    def victims(self, candidates: np.ndarray, number: int, place: Place) -> np.ndarray:
+    def victims(self, candidates: np.ndarray, number: int, moment: Moment) -> np.ndarray:
         return _largest(
             candidates, number, -self._count_NE[candidates], self._clock.age(candidates)
         )
@@ -232,26 +232,26 @@ class NextUse:
         self._num_steps_N = np.zeros(num_layers)
         self._clock = _Clock(self.num_keys)
 
-    def request(self, keys: np.ndarray, place: Place) -> None:
-        if place.step != self._step:
-            self._step = place.step
+    def request(self, keys: np.ndarray, moment: Moment) -> None:
+        if moment.step != self._step:
+            self._step = moment.step
             self._is_used_NE[:] = self._is_routed_N[:] = False
-        if (turn := self._turn_SN[place.sweep, place.layer]) != self._turn:
+        if (turn := self._turn_SN[moment.sweep, moment.layer]) != self._turn:
             self._turn = turn
             self._is_served_NE[:] = False
-        if place.sweep == FORWARD:
-            self._count(keys, place.layer)
+        if moment.sweep == FORWARD:
+            self._count(keys, moment.layer)
         self._is_served_NE[keys] = True
         self._clock.tick(keys)
 
-    def victims(self, candidates: np.ndarray, number: int, place: Place) -> np.ndarray:
+    def victims(self, candidates: np.ndarray, number: int, moment: Moment) -> np.ndarray:
         return _largest(
-            candidates, number, self.distances(candidates, place), self._clock.age(candidates)
+            candidates, number, self.distances(candidates, moment), self._clock.age(candidates)
         )
 
-    def distances(self, keys: np.ndarray, place: Place) -> np.ndarray:
-        """Turns from `place` until each key is expected to be used."""
-        now = self._turn_SN[place.sweep, place.layer]
+    def distances(self, keys: np.ndarray, moment: Moment) -> np.ndarray:
+        """Turns from `moment` until each key is expected to be used."""
+        now = self._turn_SN[moment.sweep, moment.layer]
         layer = keys // self._num_experts
         first = self._turn_SN[FORWARD, layer] - now
         steps_passed = np.where(self._is_routed_N[layer] | (first <= 0), 1.0, 0.0)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from switchx.storage.cache import Cache, Place
+from switchx.storage.cache import Cache, Moment
 from switchx.storage.record import Record
 from switchx.storage.store import NUM_THREADS, RecordStore
 
@@ -30,7 +30,7 @@ class CachedStore:
         self._records: dict[int, concurrent.futures.Future] = {}
         self._write_backs: collections.deque[concurrent.futures.Future] = collections.deque()
 
-    def request(self, keys: Sequence[int] | np.ndarray, place: Place) -> None:
+    def request(self, keys: Sequence[int] | np.ndarray, moment: Moment) -> None:
         """Begins to read the records that are not there; returns before they are.
 
         One whose read failed is read again.
@@ -39,7 +39,7 @@ class CachedStore:
             ValueError: see `Cache.request`.
             StoreError: a record that made room for another could not be written.
         """
-        admission = self.cache.request(keys, place)
+        admission = self.cache.request(keys, moment)
         changed = set(admission.written_back.tolist())
         for key in admission.evicted.tolist():
             record = self._records.pop(key)

@@ -73,9 +73,9 @@ def run_policy(trace: Trace, capacity: int, name: PolicyName) -> tuple[np.ndarra
     policy = make_policy(name, len(trace.layers), trace.num_experts, trace.sweeps)
     cache = Cache(capacity, policy)
     hits = []
-    for keys, place in trace.requests():
-        hits.append(~np.isin(keys, cache.request(keys, place).missed))
-        if place.sweep == UPDATE:
+    for keys, moment in trace.requests():
+        hits.append(~np.isin(keys, cache.request(keys, moment).missed))
+        if moment.sweep == UPDATE:
             cache.mark_dirty(keys)
     return np.concatenate(hits), cache.num_written_back
 

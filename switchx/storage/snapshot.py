@@ -2,7 +2,7 @@
 """Snapshots of a store: folders of records that are whole or not there.
 
     SNAPSHOT/encoder_1/00012    a record, see record.py
-    SNAPSHOT/manifest.json      layers, arrays, size and CRC-32 of every file, see manifest.py
+    SNAPSHOT/manifest.json      layers, arrays, size and CRC-32 of every file (whole_folders.py)
 
 Of several processes, each keeps its part of the records in SNAPSHOT/process_1_of_2, which is
 such a folder; the snapshot is whole when it has all parts.
@@ -20,7 +20,6 @@ import shutil
 import zlib
 from collections.abc import Mapping, Sequence
 
-from switchx.manifest import new_folder, read_manifest, write_manifest
 from switchx.storage.record import (
     Record,
     RecordError,
@@ -29,6 +28,7 @@ from switchx.storage.record import (
     decode,
     require_types,
 )
+from switchx.whole_folders import new_folder, read_manifest, write_manifest
 
 MANIFEST = "manifest.json"
 _WAY_OUT = "restore an older checkpoint"

@@ -26,7 +26,7 @@ import numpy as np
 from switchx.fields import require, require_choice
 from switchx.files import write_atomically
 from switchx.npz import read_arrays
-from switchx.storage.cache import BACKWARD, FORWARD, SWEEPS, UPDATE, Place
+from switchx.storage.cache import BACKWARD, FORWARD, SWEEPS, UPDATE, Moment
 
 # Of a run, in its file: some hundred steps of some hundred layers.
 LOGGED_REQUESTS = 1 << 16
@@ -77,16 +77,16 @@ class Trace:
         """Number of sweeps of a step: 1 in decoding, 3 in training."""
         return len(SWEEPS) if self.sweep_T.max() > FORWARD else 1
 
-    def requests(self) -> Iterator[tuple[np.ndarray, Place]]:
+    def requests(self) -> Iterator[tuple[np.ndarray, Moment]]:
         """The keys of each request, and its place."""
         begins = np.flatnonzero(np.diff(self.request_T, prepend=self.request_T[0] - 1))
         for begin, end in zip(begins, [*begins[1:], len(self.key_T)], strict=True):
-            place = Place(
+            moment = Moment(
                 int(self.step_T[begin]),
                 int(self.sweep_T[begin]),
                 int(self.key_T[begin]) // self.num_experts,
             )
-            yield self.key_T[begin:end].astype(np.int64), place
+            yield self.key_T[begin:end].astype(np.int64), moment
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes the file, whole or not at all."""
@@ -109,24 +109,24 @@ class TraceLog:
         self._of_run = dict(
             layers=tuple(layers), num_experts=num_experts, record_bytes=record_bytes
         )
-        self._requests: collections.deque[tuple[np.ndarray, Place]] = collections.deque(
+        self._requests: collections.deque[tuple[np.ndarray, Moment]] = collections.deque(
             maxlen=LOGGED_REQUESTS
         )
 
-    def add(self, keys: np.ndarray, place: Place) -> None:
+    def add(self, keys: np.ndarray, moment: Moment) -> None:
         """Takes note of a request of at least one key."""
-        self._requests.append((np.asarray(keys), place))
+        self._requests.append((np.asarray(keys), moment))
 
     def trace(self) -> Trace | None:
         """The requests so far; None without any."""
         if not self._requests:
             return None
         lengths = [len(keys) for keys, _ in self._requests]
-        places = [place for _, place in self._requests]
+        moments = [moment for _, moment in self._requests]
         return Trace(
             key_T=np.concatenate([keys for keys, _ in self._requests]),
-            step_T=np.repeat([place.step for place in places], lengths),
-            sweep_T=np.repeat([place.sweep for place in places], lengths),
+            step_T=np.repeat([moment.step for moment in moments], lengths),
+            sweep_T=np.repeat([moment.sweep for moment in moments], lengths),
             request_T=np.repeat(np.arange(len(lengths)), lengths),
             **self._of_run,
         )

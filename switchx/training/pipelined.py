@@ -107,7 +107,7 @@ def pipelined_gradients(
 
 
 def stack_lanes(config: ModelConfig, schedule: Schedule, blocks, rows, lane) -> list[Lane]:
-    """A lane of each stack: `lane(stack, runs of blocks in a chunk, shapes of a message)`."""
+    """A lane of each stack: `lane(stack, periods in a chunk, shapes of a message)`."""
     example = jax.tree.map(lambda x: x[:, 0], rows)
     num_chunks = schedule.num_stages * schedule.num_chunks
     return [
@@ -120,17 +120,17 @@ def stack_lanes(config: ModelConfig, schedule: Schedule, blocks, rows, lane) -> 
     ]
 
 
-def stack_lane(config: ModelConfig, loss: LossConfig, name: str, num_runs: int, message):
+def stack_lane(config: ModelConfig, loss: LossConfig, name: str, num_periods: int, message):
     """A stack's chunks with their part of the loss.
 
     Their `inputs` are a batch of `into_microbatches` as `rows`, a key of each microbatch as
     `keys`, and the `denominators` of the loss.
 
     Args:
-        num_runs: runs of blocks in a chunk.
+        num_periods: periods in a chunk.
         message: see `Lane`.
     """
-    chunk = Chunk(config, name, num_runs)
+    chunk = Chunk(config, name, num_periods)
 
     def run(blocks, shared, inputs, message, op: Op):
         batch, key = microbatch_of(inputs, op)

@@ -109,14 +109,14 @@ def _with_rows(stats: RoutingStats | None, together: int) -> RoutingStats | None
 
 
 def eval_lane(
-    config: ModelConfig, num_microbatches: int, kept: int, name: str, num_runs: int, message
+    config: ModelConfig, num_microbatches: int, kept: int, name: str, num_periods: int, message
 ) -> Lane:
     """A stack's chunks in evaluation; their `inputs` are as those of `stack_lane`.
 
     What is measured has the choices of the first `kept` rows of each microbatch, as
     `[N, kept, M, ...]`: those of others are zeros.
     """
-    chunk = Chunk(config, name, num_runs, is_training=False)
+    chunk = Chunk(config, name, num_periods, is_training=False)
 
     def objective(blocks, shared, inputs, message, op: Op):
         batch, _ = microbatch_of(inputs, op)

@@ -151,7 +151,7 @@ def evaluator_of(
     require(
         make is not None,
         "TrainingJob.text_evaluation generates texts, and train was given nothing that does; "
-        "give text_evaluator=switchx.text_evaluation.JobTexts",
+        "give text_evaluator=switchx.generated_evaluation.JobTexts",
     )
     first = job.init_from if job.lora is None else job.lora.base
     has_own = (run.config if first is None else run.initialization).is_file()

@@ -81,7 +81,7 @@ def _replaced(parameter: str, params, updated, stats: RoutingStats, move):
 def layers_of(params, parameter: str) -> dict[str, list[int]]:
     """Which Switch layers, in the order of the routing statistics, a parameter belongs to.
 
-    A stack is unrolled or a scan over repeats of a run of blocks: then the parameter is
+    A stack is unrolled or a scan over repeats of a period: then the parameter is
     stacked, and the run's other layers stand between its rows.
 
     Args:

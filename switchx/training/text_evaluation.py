@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evaluation by generated texts while training: how many, for how long, and what is kept.
 
-Training does not know inference: `switchx/text_evaluation.py` builds the `TextEvaluator` that
-the loop calls. Fedus et al. 2022 (Switch Transformers, arXiv:2101.03961), section 4.1: tasks
-are evaluated every 200 steps, and the peak of each is reported.
+Training does not know inference: `switchx/generated_evaluation.py` builds the `TextEvaluator`
+that the loop calls. Fedus et al. 2022 (Switch Transformers, arXiv:2101.03961), section 4.1:
+tasks are evaluated every 200 steps, and the peak of each is reported.
 """
 
 import dataclasses

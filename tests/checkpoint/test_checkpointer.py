@@ -16,7 +16,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 
-from switchx import manifest
+from switchx import whole_folders
 from switchx.checkpoint.checkpointer import Checkpointer, Retention, SaveError
 from switchx.checkpoint.restore import restore_params
 from switchx.checkpoint.run_folder import RunFolder
@@ -220,7 +220,7 @@ def test_what_a_reader_lacks_is_no_damage(error, tmp_path, monkeypatch):
             checkpointer.resume(shapes(filled_state(0)))
     with monkeypatch.context() as patch, pytest.raises(OSError, match="Stale file handle"):
         stale = OSError(116, "Stale file handle")
-        patch.setattr(manifest, "files_in", Mock(side_effect=stale))
+        patch.setattr(whole_folders, "files_in", Mock(side_effect=stale))
         reopened(tmp_path)
     with reopened(tmp_path) as checkpointer:
         assert checkpointer.resume(shapes(filled_state(0)))[0] == 1

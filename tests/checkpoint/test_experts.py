@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from switchx.checkpoint.checkpointer import Checkpointer, Retention
-from switchx.checkpoint.items import EXPERTS
+from switchx.checkpoint.items import RECORDS
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.storage.record import ArrayType, Record, RecordError, StoreError, StoreLayout
 from switchx.storage.store import RecordStore
@@ -76,7 +76,7 @@ def test_killed_at_any_moment_leaves_state_and_experts_of_one_step(tmp_path):
     checkpoints = tmp_path / "checkpoints"
     for delay_s in (0.0, 0.05):
         # One that was killed while it linked records.
-        (checkpoints / f"..{EXPERTS}-7.0123abcd.partial").mkdir(parents=True)
+        (checkpoints / f"..{RECORDS}-7.0123abcd.partial").mkdir(parents=True)
         trainer = subprocess.Popen(
             [sys.executable, "-c", code, str(tmp_path)],
             stdout=subprocess.PIPE,
@@ -98,7 +98,7 @@ def test_killed_at_any_moment_leaves_state_and_experts_of_one_step(tmp_path):
                 assert_same(state, filled_state(each))
                 assert experts.step == each
         experts.store.close()
-    assert not [each for each in os.listdir(checkpoints) if EXPERTS in each]
+    assert not [each for each in os.listdir(checkpoints) if RECORDS in each]
 
 
 @pytest.mark.parametrize(

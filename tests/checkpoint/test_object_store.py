@@ -26,10 +26,10 @@ from switchx.cli.main import main
 from switchx.data.corpora.text_files import TextFiles
 from switchx.data.tokenizers import ByteVocabulary
 from switchx.data.vocabularies import SavedVocabulary
-from switchx.manifest import new_folder
 from switchx.object_store import files_in, mirror, remove
 from switchx.training.loop import train
 from switchx.training.saving import Saving
+from switchx.whole_folders import new_folder
 from tests.cases import slow
 from tests.checkpoint import stores
 from tests.checkpoint.two_processes import in_two

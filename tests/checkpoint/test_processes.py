@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from switchx import manifest
+from switchx import whole_folders
 from switchx.checkpoint import parts
 from switchx.checkpoint.restore import restore_params
 from tests.cases import slow
@@ -60,12 +60,14 @@ def test_values_that_one_process_finds_changed_are_set_aside_by_both(
     content = json.loads(path.read_text())
     del content["crc32"]
     content["arrays"]["by_expert"]["parts"][0][1] ^= 1
-    path.write_text(json.dumps(content | {"crc32": manifest.checksum_of(content, "crc32")}))
+    path.write_text(
+        json.dumps(content | {"crc32": whole_folders.checksum_of(content, "crc32")})
+    )
     whole = folder / "checkpoints" / "2" / "manifest.json"
     about = json.loads(whole.read_text())
     about["files"][f"params/{parts.LISTS}/{path.name}"][0] = path.stat().st_size
     del about["crc32"]
-    whole.write_text(json.dumps(about | {"crc32": manifest.checksum_of(about, "crc32")}))
+    whole.write_text(json.dumps(about | {"crc32": whole_folders.checksum_of(about, "crc32")}))
     outcomes = in_two(folder, "resume", session_cache)
     assert [status for status, _ in outcomes] == [0, 0], outcomes
     assert [output.splitlines()[-1] for _, output in outcomes] == ["1", "1"]

@@ -130,7 +130,7 @@ def test_all_leaves_that_do_not_fit_are_listed_in_one_error(run):
 
 
 STEP = 3
-# 4 blocks, every other one sparse: a scan over 2 repeats of a run of 2.
+# 4 blocks, every other one sparse: a scan over 2 periods of 2.
 MODEL = dataclasses.replace(
     SPARSE, num_decoder_layers=4, switch=dataclasses.replace(SWITCH, num_experts=8)
 )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx import manifest
+from switchx import whole_folders
 from switchx.checkpoint import items as checkpoint_items
 from switchx.checkpoint import manifest as checkpoint_manifest
 from switchx.checkpoint.checkpointer import Checkpointer, Retention
@@ -104,7 +104,7 @@ def test_a_sound_one_has_no_fault_and_one_never_finished_one(sound, tmp_path):
 
 def test_what_may_not_be_read_is_a_fault_beside_others(sound, monkeypatch):
     refused = PermissionError(13, "Permission denied")
-    monkeypatch.setattr(manifest, "files_in", Mock(side_effect=refused))
+    monkeypatch.setattr(whole_folders, "files_in", Mock(side_effect=refused))
     (fault, *_) = checkpoint_faults(sound, STEP)
     assert fault == "it cannot be read ([Errno 13] Permission denied)"
 
@@ -182,7 +182,7 @@ def test_a_manifest_of_another_step_or_with_other_fields_is_no_manifest(tmp_path
     assert read_manifest(folder) == Manifest(30, -1.5, {"neg_log_perplexity": -1.5})
     moved = folder.rename(tmp_path / "40")
     assert checkpoint_manifest.find_damage(moved) == ("its manifest.json is of step 30")
-    manifest.write_manifest(moved, "manifest.json", {"step": 40}, "crc32")
+    whole_folders.write_manifest(moved, "manifest.json", {"step": 40}, "crc32")
     assert checkpoint_manifest.find_damage(moved) == ("its manifest.json is damaged")
 
 
@@ -199,7 +199,7 @@ def write_manifest_of_before(path, *, has_lists: bool) -> None:
             shutil.rmtree(folder)
     bare = {name: [size, crc if LISTS in name else None] for name, (size, crc) in files.items()}
     known, left_out = bare if has_lists else {}, checkpoint_manifest._COMMIT_FILES
-    manifest.write_manifest(path, MANIFEST, about, "crc32", left_out=left_out, known=known)
+    whole_folders.write_manifest(path, MANIFEST, about, "crc32", left_out=left_out, known=known)
 
 
 # Of the two that were: before small files had a CRC-32, and before there were lists.

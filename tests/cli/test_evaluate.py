@@ -19,11 +19,11 @@ from switchx.checkpoint.run_folder import RunFolder
 from switchx.cli import evaluate
 from switchx.cli.main import main
 from switchx.data.text_metrics import METRICS
+from switchx.generated_evaluation import metrics_of
 from switchx.gin_config import building
 from switchx.model_evaluation import _evaluation, _mesh_of_texts
 from switchx.partitioning.mesh import MeshSpec
 from switchx.routing_record import open_record
-from switchx.text_evaluation import metrics_of
 from switchx.training.job import TrainingJob
 from switchx.training.programs import compiled_program
 from switchx.training.resume import write_run_config
@@ -170,7 +170,7 @@ def cola(tiny_run, in_a_folder, cli):
     return in_a_folder / "cola", cli("train", *given, "--model_dir=cola")
 
 
-@pytest.mark.slow  # a run; on a mesh: tests/test_text_evaluation.py
+@pytest.mark.slow  # a run; on a mesh: tests/test_generated_evaluation.py
 def test_scores_in_training_are_those_of_its_checkpoint(cola, cli):
     folder, printed = cola
     in_training = lines(folder / "validation.jsonl")[-1]["texts"]["glue_cola"]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import switchx
-from switchx.cli import expert_slots, simulate
+from switchx.cli import expert_arguments, simulate
 from switchx.cli.main import main
 from switchx.cli.text import lines as text
 from switchx.inference.score import Score, Scorer
@@ -190,7 +190,7 @@ def simulated_cache(host_bytes: int) -> str:
 
 def test_a_simulated_cache_is_read_as_it_is_written(tmp_path):
     (tmp_path / "cache.gin").write_text(simulated_cache(700))
-    found = expert_slots._simulated_cache(str(tmp_path / "cache.gin"))
+    found = expert_arguments._simulated_cache(str(tmp_path / "cache.gin"))
     assert found == {"policy": "decayed_lfu", "host_bytes": 700}
 
 

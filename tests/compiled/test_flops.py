@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from switchx.compiled.expert_slots import executed_slots
+from switchx.compiled.computed_rows import executed_slots
 from switchx.compiled.flops import has_uncounted_products, matrix_flops
 from switchx.models.params import abstract_params, forward
 from switchx.partitioning.constrain import use_mesh

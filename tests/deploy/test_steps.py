@@ -14,6 +14,7 @@ from switchx import tree
 from switchx.data.tokenizers import TokenIdVocabulary
 from switchx.data.vocabularies import save_vocabulary
 from switchx.deploy import distill
+from switchx.deploy.checked_plan import GIB, DeployPlan, DeploySettings
 from switchx.deploy.folders import run_steps
 from switchx.deploy.measure import (
     ValidationText,
@@ -21,7 +22,6 @@ from switchx.deploy.measure import (
     tokens_differing,
     validation_loss,
 )
-from switchx.deploy.plan import GIB, DeployPlan, DeploySettings
 from switchx.deploy.steps import Deployment
 from switchx.inference.config import DecodingConfig
 from switchx.inference.generate import without_capacity

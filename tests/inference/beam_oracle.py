@@ -6,7 +6,7 @@ import numpy as np
 
 from switchx.inference.beam_search import Beams
 from switchx.inference.config import DecodingConfig
-from switchx.inference.rows import Rows, RowSettings
+from switchx.inference.logits_processors import Rows, RowSettings
 
 EOS, V = 1, 6
 

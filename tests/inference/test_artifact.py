@@ -17,7 +17,7 @@ from pallas_kernels import QTensor
 from switchx import tree
 from switchx.inference import artifact
 from switchx.inference.quantize import quantize_experts
-from switchx.manifest import checksum_of
+from switchx.whole_folders import checksum_of
 from tests.data.refusals import refused
 from tests.training.jobs import ENCODER_DECODER, make_params
 from tests.training.train_states import damage as flip_bit

@@ -13,7 +13,7 @@ from switchx.inference.chunked_prefill import chunk_size, read_in_chunks
 from switchx.inference.config import DecodingConfig
 from switchx.inference.decode import prefill
 from switchx.inference.generate import Generator, for_decoding
-from switchx.inference.rows import Rows, RowSettings
+from switchx.inference.logits_processors import Rows, RowSettings
 from switchx.inference.score import Scorer, features, logits_of
 from switchx.models.config import PREFILL_CHUNK as CHUNK
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig

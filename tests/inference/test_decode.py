@@ -50,7 +50,7 @@ def extend(decoder, cache, rows: slice, mask_BLM, bias_HLM=None):
         bias_HLM=bias_HLM,
         memory_mask_BLM=(SOURCE_BM > 0)[:, None],
         token_BL=token_BL,
-        place=jnp.int32(rows.start),
+        cache_index=jnp.int32(rows.start),
     )
     position_BL = jnp.broadcast_to(jnp.arange(T)[rows], token_BL.shape)
     x_BLD, _, cache = decoder.decoder.extend(

@@ -11,8 +11,8 @@ import pytest
 from switchx.inference.config import NEW_TOKENS, DecodingConfig
 from switchx.inference.decode import prefill
 from switchx.inference.generate import Generator, for_decoding
+from switchx.inference.logits_processors import Rows, RowSettings
 from switchx.inference.programs import COMPILATIONS, Programs, num_maps
-from switchx.inference.rows import Rows, RowSettings
 from switchx.inference.running_batch import are_compiled
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params

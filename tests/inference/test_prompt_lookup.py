@@ -12,8 +12,8 @@ import pytest
 from switchx.fields import FieldError
 from switchx.inference.config import DecodingConfig
 from switchx.inference.generate import Generator, for_decoding
+from switchx.inference.logits_processors import Rows, RowSettings
 from switchx.inference.prompt_lookup import Drafted, drafts
-from switchx.inference.rows import Rows, RowSettings
 from switchx.inference.running_batch import RunningBatch
 from switchx.models.config import ModelConfig
 from switchx.models.params import init_params

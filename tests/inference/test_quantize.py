@@ -13,7 +13,6 @@ from switchx import tree
 from switchx.inference.config import DecodingConfig
 from switchx.inference.generate import Generator
 from switchx.inference.quantize import (
-    EXPERTS,
     is_quantized,
     model_bytes,
     native,
@@ -23,6 +22,7 @@ from switchx.inference.quantize import (
 )
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import forward, init_params
+from switchx.models.stored_experts import EXPERT_MATRICES
 from tests.cases import slow_unless
 from tests.data.refusals import refused
 from tests.inference import tiny
@@ -66,7 +66,8 @@ def test_errors_are_those_of_the_weights(key):
     params = init_params(CONFIG, key)
     # Experts of unequal size, one of zeros.
     params = tree.map_named(
-        lambda name, w: w * np.arange(len(w))[:, None, None] if EXPERTS in name else w, params
+        lambda name, w: w * np.arange(len(w))[:, None, None] if EXPERT_MATRICES in name else w,
+        params,
     )
     before = tree.named_leaves(params)
     _, quantized, errors, _ = quantize_experts(CONFIG, params, bits=4)
@@ -120,7 +121,7 @@ def test_scanned_layers_are_unrolled(key):
         config, init_params(config, key), bits=8
     )
     assert not quantized_config.scan_layers
-    assert len(errors) == 9 and all(EXPERTS in each.name for each in errors)
+    assert len(errors) == 9 and all(EXPERT_MATRICES in each.name for each in errors)
     logits_BLV = jax.eval_shape(
         lambda params: forward(quantized_config, params, BATCH, is_training=False)[0], params
     )

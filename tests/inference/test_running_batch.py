@@ -7,7 +7,7 @@ import pytest
 
 from switchx.inference.config import DecodingConfig
 from switchx.inference.generate import Generator
-from switchx.inference.rows import RowSettings
+from switchx.inference.logits_processors import RowSettings
 from switchx.inference.running_batch import RunningBatch
 from tests.cases import slow
 from tests.inference import tiny

@@ -10,8 +10,8 @@ import numpy as np
 from switchx.inference.config import DecodingConfig
 from switchx.inference.decode import prefill
 from switchx.inference.generate import for_decoding
+from switchx.inference.logits_processors import Rows, RowSettings
 from switchx.inference.quantize import quantize_experts
-from switchx.inference.rows import Rows, RowSettings
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import init_params
 

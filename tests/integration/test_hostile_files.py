@@ -16,9 +16,9 @@ from switchx.inference import run_exported
 from switchx.inference.artifact import MANIFEST, open_artifact, read_artifact, write_artifact
 from switchx.inference.quantize import quantize_experts
 from switchx.interop import t5x
-from switchx.manifest import checksum_of
 from switchx.object_store import MAX_JSON_DEPTH
 from switchx.training.resume import write_run_config
+from switchx.whole_folders import checksum_of
 from tests.interop.t5x_files import SWITCH, by_layers, write_t5x
 from tests.training.jobs import ENCODER_DECODER, make_job, make_params
 

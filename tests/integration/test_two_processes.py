@@ -16,9 +16,9 @@ from switchx.data.objectives import InputsToTargets
 from switchx.data.tasks import Task
 from switchx.data.text_metrics import ChrF
 from switchx.data.tokenizers import ByteVocabulary
+from switchx.generated_evaluation import JobTexts
 from switchx.partitioning.mesh import MeshSpec
 from switchx.progress import SilentReporter
-from switchx.text_evaluation import JobTexts
 from switchx.training.distillation.logits_folder import LogitsReader
 from switchx.training.distillation.soft_loss import Distillation
 from switchx.training.distillation.written_teacher import write_logits

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from switchx.inference.config import DecodingConfig
 from switchx.inference.decode import prefill, run_until
-from switchx.inference.rows import Rows, RowSettings
+from switchx.inference.logits_processors import Rows, RowSettings
 from switchx.interop import huggingface
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 from tests.training.jobs import make_params

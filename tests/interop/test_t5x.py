@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from switchx.interop.t5x import Place, bias_names, places, read_checkpoint, their_shapes
+from switchx.interop.t5x import Origin, bias_names, origins, read_checkpoint, their_shapes
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 from switchx.models.params import abstract_params
 from switchx.tree import named_leaves
@@ -24,7 +24,7 @@ BASE = ModelConfig(
 
 def test_switch_base_by_layers():
     """Names and shapes of jax.eval_shape over T5X's switch_base.gin: 269 arrays."""
-    got = places(BASE, ())
+    got = origins(BASE, ())
     assert got.keys() == named_leaves(abstract_params(BASE)).keys()
     shapes = {place.name: their_shapes(ours, BASE, None)[0] for ours, place in got.items()}
     assert len(shapes) == 269
@@ -49,7 +49,7 @@ def test_switch_base_by_layers():
 
 
 def test_gated_names_biases_and_joined_heads():
-    names = {place.name for place in places(T5_1_1, ()).values()}
+    names = {place.name for place in origins(T5_1_1, ()).values()}
     assert {f"target/encoder/layers_0/mlp/{m}/kernel" for m in ("wi_0", "wi_1", "wo")} <= names
     assert "target/decoder/logits_dense/kernel" in names
     shared, own = (
@@ -64,16 +64,16 @@ def test_gated_names_biases_and_joined_heads():
 
 def test_scanned_names_tell_the_layout():
     found = {f"target/encoder/encoder/subblock_{i}/pre_mlp_layer_norm/scale" for i in (0, 1)}
-    got = places(dataclasses.replace(BASE, switch=None), found)
-    assert got["encoder/blocks/layer_5/ffn_norm/scale_D"] == Place(
+    got = origins(dataclasses.replace(BASE, switch=None), found)
+    assert got["encoder/blocks/layer_5/ffn_norm/scale_D"] == Origin(
         "target/encoder/encoder/subblock_1/pre_mlp_layer_norm/scale", 2
     )
     # Each stack has its own.
-    assert got["decoder/blocks/layer_5/ffn_norm/scale_D"] == Place(
+    assert got["decoder/blocks/layer_5/ffn_norm/scale_D"] == Origin(
         "target/decoder/layers_5/pre_mlp_layer_norm/scale"
     )
-    got = places(BASE, {"target/decoder/decoder/pre_mlp_layer_norm/scale"})
-    assert got["decoder/blocks/layer_5/ffn_norm/scale_D"] == Place(
+    got = origins(BASE, {"target/decoder/decoder/pre_mlp_layer_norm/scale"})
+    assert got["decoder/blocks/layer_5/ffn_norm/scale_D"] == Origin(
         "target/decoder/decoder/pre_mlp_layer_norm/scale", 5
     )
 

@@ -26,8 +26,8 @@ from switchx.interop.tensor_folder import (
     write_safetensors,
 )
 from switchx.interop.tokenizer_json import sentencepiece_model
-from switchx.manifest import read_manifest
 from switchx.npz import read_arrays
+from switchx.whole_folders import read_manifest
 from tests.data.refusals import refused
 from tests.interop.folders import SWITCH, D, F, H, K
 

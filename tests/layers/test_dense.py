@@ -8,15 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.layers.dense import (
-    Norm,
-    along_last,
-    dropout,
-    layer_norm,
-    rms_norm,
-    split_key,
-    weight,
-)
+from switchx.layers.dense import along_last, split_key, weight
+from switchx.layers.dropout import dropout
+from switchx.layers.norm import Norm, layer_norm, rms_norm
 from switchx.models.config import ModelConfig, Precision
 from tests.compare import assert_slope
 

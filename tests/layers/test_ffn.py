@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.layers.dense import DenseFFN, activate
+from switchx.layers.ffn import DenseFFN, activate
 from switchx.models.config import ModelConfig
 from tests.layers.weights import numbers_for, with_params
 

@@ -38,7 +38,7 @@ def test_layers_that_cannot_be_stacked():
         return {"blocks": {f"layer_{i}": {"w": np.ones(n)} for i, n in enumerate(shapes)}}
 
     assert scanned_blocks(layers(1, 2, 1, 2), 2)["blocks"]["layer_1"]["w"].shape == (2, 2)
-    with refused("3 layers are not repeats of a run of 2"):
+    with refused("3 layers are not repeats of 2"):
         scanned_blocks(layers(1, 2, 1), 2)
     with refused("layer_3 is not like layer_1, so they cannot be stacked"):
         scanned_blocks(layers(1, 2, 1, 1), 2)

@@ -41,7 +41,7 @@ def test_a_sample_of_cells_equals_one_device(router, place):
 @pytest.mark.slow
 @pytest.mark.parametrize("dispatcher", ["all_to_all", "ragged_all_to_all", "sliced"])
 def test_given_experts_are_numbers_before_replicas(dispatcher):
-    router, load_E = "top 2, replayed", 1 / np.arange(1, equivalence.EXPERTS + 1)
+    router, load_E = "top 2, replayed", 1 / np.arange(1, equivalence.NUM_EXPERTS + 1)
     cell = max(
         (
             each

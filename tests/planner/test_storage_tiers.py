@@ -241,8 +241,14 @@ REFUSED = [
     (dataclasses.replace(SPARSE, scan_layers=False), "disk", {}, {}, "use scan_layers=True"),
     (NAMED, "host", {}, {}, "sparse blocks that are named with StorageSpec.experts='host'"),
     (SPARSE, "host", {}, {"bucket_bytes": 7}, "StepConfig.bucket_bytes=7 with"),
-    (SPARSE, "host", {"slots": 3}, {}, "slots=3, but the decoder has 2 runs"),
-    (SPARSE, "disk", {"slots": 3}, {}, "slots=3, but the model has 2 runs of blocks (decoder)"),
+    (SPARSE, "host", {"slots": 3}, {}, "slots=3, but the decoder has 2 periods"),
+    (
+        SPARSE,
+        "disk",
+        {"slots": 3},
+        {},
+        "slots=3, but the model has 2 periods of blocks (decoder)",
+    ),
     (SPARSE, "disk", {"pipe": 2}, {}, "mesh axis 'pipe' of size 2 with"),
     (SPARSE, "host", {"pipe": 2}, {}, "mesh axis 'pipe' of size 2 with"),
 ]

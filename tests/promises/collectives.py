@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from switchx.bench.small_job import small_job
 from switchx.compiled.collectives import collectives
-from switchx.layers.dense import DenseFFN
+from switchx.layers.ffn import DenseFFN
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import abstract_params, params_of, with_params
 from switchx.moe.layer import SwitchFFN

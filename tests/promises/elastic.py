@@ -71,7 +71,7 @@ def replicated_experts() -> Iterator[tuple]:
 
     The error is that of all raw gradients together: the norm of their difference over theirs.
     """
-    load_E = 1 / np.arange(1, equivalence.EXPERTS + 1)
+    load_E = 1 / np.arange(1, equivalence.NUM_EXPERTS + 1)
     table_R = place_copies([load_E], NUM_DEVICES, NUM_DEVICES)[0]
     want = equivalence.run_on_one_device("top 1")["gradient"]
     cells, _ = equivalence.all_cells()

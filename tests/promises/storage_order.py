@@ -7,10 +7,10 @@ with the layer that is there. So a step reads N + (N - 1) + (N - 1) layers, and 
 a step uses some of the experts, bytes are counted by running the trace of the run through its
 cache again (`switchx simulate cache` does that).
 
-Order, of a step with S slots: a run's reads begin before the computation that is S - 1 runs
-ahead of it; forward and backward visit the runs in their order; banks that wait, with the one
-that is computed with and the one before it, are no more than S; gradients of a run are taken
-once, after the run that follows was started.
+Order, of a step with S slots: a period's reads begin before the computation that is S - 1
+periods ahead of it; forward and backward visit the periods in their order; banks that wait,
+with the one that is computed with and the one before it, are no more than S; gradients of a
+period are taken once, after the period that follows was started.
 Dims: N Switch layers, E experts, S slots
 """
 
@@ -28,14 +28,14 @@ import numpy as np
 from switchx.bench.storage import opened, record_bytes
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.models.config import RouterConfig
-from switchx.models.stages import Run
+from switchx.models.stages import Period
 from switchx.storage.cache import BACKWARD, FORWARD, UPDATE, Cache, make_policy
 from switchx.storage.simulation import POLICIES
 from switchx.storage.snapshot import Snapshot
 from switchx.storage.trace import Trace, read_trace
 from switchx.training.job import TrainingJob
+from switchx.training.offload.disk_periods import Bank
 from switchx.training.offload.disk_program import LayeredProgram
-from switchx.training.offload.disk_runs import Bank
 from switchx.training.offload.disk_step import ExpertBanks, LayeredGradients
 from switchx.training.offload.storage_spec import StorageSpec
 from tests.promises.storage import (
@@ -61,7 +61,7 @@ ALL_USED = dataclasses.replace(
 
 
 def bytes_of_files(num_steps: int = NUM_STEPS, policies=POLICIES) -> Iterator[tuple]:
-    """Bytes of files that were read and written over those of the formula, by run."""
+    """Bytes of files that were read and written over those of the formula, by period."""
     per_layer, steps = ALL_USED.switch.num_experts, num_steps * ALL_USED.switch.num_experts
 
     def closed(trace: Trace) -> tuple[int, int]:
@@ -104,9 +104,9 @@ def simulated(trace: Trace, capacity: int, policy: str) -> tuple[int, int]:
     """Records that a cache reads and writes on a trace, which ends with a snapshot."""
     layers, E = len(trace.layers), trace.num_experts
     cache = Cache(capacity, make_policy(policy, layers, E, trace.sweeps))
-    for keys, place in trace.requests():
-        cache.request(keys, place)
-        if place.sweep == UPDATE:
+    for keys, moment in trace.requests():
+        cache.request(keys, moment)
+        if moment.sweep == UPDATE:
             cache.mark_dirty(keys)
     return cache.num_requested - cache.num_hits, cache.num_written_back + len(cache.dirty)
 
@@ -119,28 +119,28 @@ class Event(NamedTuple):
 
     Attributes:
         what: `read` begins, `compute` is started, gradients are kept.
-        run: its number.
+        period: its number.
         banks: of `compute`: how many are on the device, the one it computes with included.
     """
 
     what: str
     sweep: int
-    run: int
+    period: int
     banks: int = 0
 
 
 class WatchedGradients(LayeredGradients):
-    """The gradients of a step, which note when a run is computed with."""
+    """The gradients of a step, which note when a period is computed with."""
 
     def __init__(self, job: TrainingJob, banks: "WatchedBanks"):
         super().__init__(
             job.model, job.loss, job.step.num_microbatches, job.storage.slots
         )  # fmt: skip
-        number = {(run.stack, run.place): n for n, run in enumerate(self.runs)}
+        number = {(period.stack, period.number): n for n, period in enumerate(self.periods)}
 
         def noted(sweep: int, compute):
             def call(kind, *arguments):
-                # The run's place is the one NumPy scalar among them.
+                # The period's place is the one NumPy scalar among them.
                 (place,) = (each for each in arguments if isinstance(each, np.int32))
                 banks.computed(sweep, number[kind.stack, int(place)])
                 return compute(kind, *arguments)
@@ -152,37 +152,37 @@ class WatchedGradients(LayeredGradients):
 
 
 class WatchedBanks:
-    """The banks of a run's records, which note what they are asked for.
+    """The banks of a period's records, which note what they are asked for.
 
     Attributes:
         events: of all steps.
     """
 
-    def __init__(self, banks: ExpertBanks, runs: Sequence[Run]):
+    def __init__(self, banks: ExpertBanks, periods: Sequence[Period]):
         self.events: list[Event] = []
         self._banks = banks
-        self._number = {run: n for n, run in enumerate(runs)}
+        self._number = {period: n for n, period in enumerate(periods)}
         # Arrays of every fetched bank: those that are gone are no longer on the device.
         self._arrays: list[list[weakref.ref]] = []
 
-    def expected(self, run: Run) -> np.ndarray:
-        return self._banks.expected(run)
+    def expected(self, period: Period) -> np.ndarray:
+        return self._banks.expected(period)
 
-    def prefetch(self, run: Run, sweep: int, used_JE: np.ndarray) -> None:
-        self.events.append(Event("read", sweep, self._number[run]))
-        self._banks.prefetch(run, sweep, used_JE)
+    def prefetch(self, period: Period, sweep: int, used_JE: np.ndarray) -> None:
+        self.events.append(Event("read", sweep, self._number[period]))
+        self._banks.prefetch(period, sweep, used_JE)
 
-    def fetch(self, run: Run, sweep: int, used_JE: np.ndarray) -> Bank:
-        bank = self._banks.fetch(run, sweep, used_JE)
+    def fetch(self, period: Period, sweep: int, used_JE: np.ndarray) -> Bank:
+        bank = self._banks.fetch(period, sweep, used_JE)
         self._arrays.append([weakref.ref(array) for array in bank.values()])
         return bank
 
-    def keep_gradients(self, run: Run, used_JE: np.ndarray, bank: Bank) -> None:
-        self.events.append(Event("keep", BACKWARD, self._number[run]))
-        self._banks.keep_gradients(run, used_JE, bank)
+    def keep_gradients(self, period: Period, used_JE: np.ndarray, bank: Bank) -> None:
+        self.events.append(Event("keep", BACKWARD, self._number[period]))
+        self._banks.keep_gradients(period, used_JE, bank)
 
     def computed(self, sweep: int, number: int) -> None:
-        """Takes note that a run is about to be computed with."""
+        """Takes note that a period is about to be computed with."""
         self._arrays = [each for each in self._arrays if any(ref() is not None for ref in each)]
         self.events.append(Event("compute", sweep, number, len(self._arrays)))
 
@@ -200,36 +200,36 @@ def order_of_steps(slots: Sequence[int] = (2, 3), num_steps: int = 2) -> Iterato
 def _violations_by_step(job: TrainingJob, num_steps: int) -> Iterator[list[str]]:
     with opened(job) as (program, _):
         state = program.init_state()
-        banks = WatchedBanks(program.experts, program.experts.runs)
+        banks = WatchedBanks(program.experts, program.experts.periods)
         layered = WatchedGradients(job, banks)
         for step in range(num_steps):
             program.experts.begin_sweeps(is_training=True)
             batch = program.place(make_batch(job.model, step, ROWS, LENGTH))
             layered.gradients(state.params, batch, banks, key=state.key)
-            yield violations(banks.events, len(layered.runs), job.storage.slots)
+            yield violations(banks.events, len(layered.periods), job.storage.slots)
             banks.events.clear()
 
 
-def expected(num_runs: int, slots: int) -> list[Event]:
+def expected(num_periods: int, slots: int) -> list[Event]:
     """What a step does, in this file's order."""
     events = []
-    for sweep, runs in ((FORWARD, range(num_runs)), (BACKWARD, range(num_runs)[::-1])):
+    for sweep, periods in ((FORWARD, range(num_periods)), (BACKWARD, range(num_periods)[::-1])):
         ahead = slots - 1 if sweep == FORWARD else 1 - slots
-        for run in runs:
-            if run + ahead in runs:
-                events.append(Event("read", sweep, run + ahead))
-            events.append(Event("compute", sweep, run))
-            if sweep == BACKWARD and run + 1 < num_runs:
-                events.append(Event("keep", sweep, run + 1))
+        for period in periods:
+            if period + ahead in periods:
+                events.append(Event("read", sweep, period + ahead))
+            events.append(Event("compute", sweep, period))
+            if sweep == BACKWARD and period + 1 < num_periods:
+                events.append(Event("keep", sweep, period + 1))
     return [*events, Event("keep", BACKWARD, 0)]
 
 
-def violations(events: Sequence[Event], num_runs: int, slots: int) -> list[str]:
-    """What a step did otherwise, in words. A run whose guess was wrong is computed with again,
-    so the first time of each event counts."""
+def violations(events: Sequence[Event], num_periods: int, slots: int) -> list[str]:
+    """What a step did otherwise, in words. A period whose guess was wrong is computed with
+    again, so the first time of each event counts."""
     first = dict.fromkeys(event._replace(banks=0) for event in events)
-    pairs = itertools.zip_longest(first, expected(num_runs, slots))
+    pairs = itertools.zip_longest(first, expected(num_periods, slots))
     found = [f"{got}; expected {want}" for got, want in pairs if got != want]
-    # The run before may be computing still.
+    # The period before may be computing still.
     return found + [f"{e}, beside the one before, of {slots} slots" for e in events
                     if e.banks + 1 > slots]  # fmt: skip

@@ -162,8 +162,8 @@ def test_bits_are_counted():
 
 
 def test_a_step_in_order_has_no_violation():
-    for num_runs, slots in ((4, 2), (5, 3)):
-        assert violations(expected(num_runs, slots), num_runs, slots) == []
+    for num_periods, slots in ((4, 2), (5, 3)):
+        assert violations(expected(num_periods, slots), num_periods, slots) == []
     again = expected(4, 2)
     at = again.index(Event("compute", FORWARD, 2))
     again[at + 1 : at + 1] = [Event("compute", FORWARD, 1), Event("compute", FORWARD, 2)]

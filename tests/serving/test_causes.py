@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 from switchx.progress import shown_by
 from switchx.serving.app import make_app
 from switchx.serving.models import Models, Reloader
-from switchx.serving.request_queue import Failure, Group
+from switchx.serving.request_queue import Failure, ProgramShape
 from switchx.serving.service import Service
 from tests.processes import ROOT
 from tests.serving import served
@@ -62,15 +62,15 @@ def worker_ends(service, monkeypatch):
 
 
 def first_of_the_history_fails(service, monkeypatch):
-    """The server starts with the next group."""
+    """The server starts with the next shape."""
     compile_more = type(service.worker).compile_more
 
-    def fail_of_searches(worker, group):
-        return fail() if group.beam_size > 1 else compile_more(worker, group)
+    def fail_of_searches(worker, shape):
+        return fail() if shape.beam_size > 1 else compile_more(worker, shape)
 
     monkeypatch.setattr(type(service.worker), "compile_more", fail_of_searches)
-    with served.started(asked_before=[Group(16, 8, 2, False)]) as other:
-        assert [group.beam_size for group in other.worker.compiled] == [1]
+    with served.started(asked_before=[ProgramShape(16, 8, 2, False)]) as other:
+        assert [shape.beam_size for shape in other.worker.compiled] == [1]
     return ""
 
 
@@ -115,7 +115,7 @@ def test_a_fault_is_a_line_with_its_cause(service, monkeypatch, place, with_trac
     assert bool(rest) == with_traceback
     if with_traceback:
         assert rest[0] == "Traceback (most recent call last):" and ", in fail" in line
-    assert "Group(" not in line
+    assert "ProgramShape(" not in line
 
 
 def test_all_places_that_log_an_exception_are_above():
@@ -134,14 +134,14 @@ def test_all_places_that_log_an_exception_are_above():
 
 
 def test_groups_and_exceptions_without_a_text_are_told_in_words():
-    assert str(Group(16, 64, 1, False)) == (
+    assert str(ProgramShape(16, 64, 1, False)) == (
         "prompts up to 16 tokens, answers up to 64, the likeliest token"
     )
-    assert str(Group(16, 64, 4, False, True, 5, True)) == (
+    assert str(ProgramShape(16, 64, 4, False, True, 5, True)) == (
         "prompts up to 16 tokens, answers up to 64, 4 beams, with penalties or forced tokens, "
         "with log-probabilities, with experts"
     )
-    assert str(Group(16, 64, 1, True)).endswith(", sampled")
+    assert str(ProgramShape(16, 64, 1, True)).endswith(", sampled")
     lines = []
     with shown_by(lines.append):
         try:

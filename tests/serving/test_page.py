@@ -17,7 +17,7 @@ from starlette.testclient import TestClient
 from switchx.data.tasks import TextFormat
 from switchx.serving.app import make_app
 from switchx.serving.models import Models
-from switchx.serving.page import EXPERTS, FILE, example_of, page_of
+from switchx.serving.page import EXPERTS_BOX, FILE, example_of, page_of
 from switchx.serving.requests import OPTIONS
 from tests.serving import chromium, served
 
@@ -34,11 +34,11 @@ def test_the_page_runs_what_it_holds_and_loads_nothing(service):
         assert f"{element}-src 'sha256-{digest}'" in policy
     inputs = set(re.findall(r'id="(\w+)" data-setting', response.text))
     assert inputs == OPTIONS.keys() and response.text.count("<!--") == 0
-    assert EXPERTS in response.text
+    assert EXPERTS_BOX in response.text
     config = dataclasses.replace(served.CONFIG, switch=None)
     dense = dataclasses.replace(served.model(), config=config)
     other = types.SimpleNamespace(model=dense, limits=served.LIMITS, name="<b>")
-    assert EXPERTS in FILE
+    assert EXPERTS_BOX in FILE
     body = page_of(other).body
     assert b'id="experts"' not in body and b"<h1>&lt;b&gt;</h1>" in body
     assert b'placeholder="8"' in body  # max_new_tokens, within the limits

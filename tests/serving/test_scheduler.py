@@ -29,8 +29,8 @@ from switchx.serving.models import Models
 from switchx.serving.request_queue import (
     Answer,
     Failure,
-    Group,
     NewTokens,
+    ProgramShape,
     QueuedInput,
     RequestQueue,
 )
@@ -46,8 +46,8 @@ from tests.serving import served
 
 
 def waiting(name: int, prompt_length=16) -> QueuedInput:
-    group = Group(prompt_length, 16, 1, False)
-    return QueuedInput([5], DecodingConfig(4), name, group, deliver=lambda event: None)
+    shape = ProgramShape(prompt_length, 16, 1, False)
+    return QueuedInput([5], DecodingConfig(4), name, shape, deliver=lambda event: None)
 
 
 def numbers(batch):
@@ -57,18 +57,18 @@ def numbers(batch):
 def test_groups_are_of_sizes_and_kinds_and_joined_by_kind():
     limits = Limits(max_new_tokens=100)
 
-    def group(prompt=20, **settings):
+    def shape(prompt=20, **settings):
         settings = DecodingConfig(**({"max_new_tokens": 5} | settings))
-        return Group.of([5] * prompt, settings, limits)
+        return ProgramShape.of([5] * prompt, settings, limits)
 
-    assert group() == group(prompt=30, max_new_tokens=16, length_penalty=2.0)
-    assert group(temperature=0.5, seed=1) == group(temperature=2.0, top_k=4)
-    kinds = [group(), group(9), group(max_new_tokens=20), group(beam_size=2),
-             group(temperature=1.0)]  # fmt: skip
+    assert shape() == shape(prompt=30, max_new_tokens=16, length_penalty=2.0)
+    assert shape(temperature=0.5, seed=1) == shape(temperature=2.0, top_k=4)
+    kinds = [shape(), shape(9), shape(max_new_tokens=20), shape(beam_size=2),
+             shape(temperature=1.0)]  # fmt: skip
     assert len(set(kinds)) == 5
-    long, many = Group(64, 16, 2, False), Group(16, 256, 2, False)
-    assert long.joined(many) == many.joined(long) == Group(64, 256, 2, False)
-    assert long.kind == many.kind != Group(64, 16, 1, True).kind
+    long, many = ProgramShape(64, 16, 2, False), ProgramShape(16, 256, 2, False)
+    assert long.joined(many) == many.joined(long) == ProgramShape(64, 256, 2, False)
+    assert long.kind == many.kind != ProgramShape(64, 16, 1, True).kind
 
 
 def queue_of(size: int, batch_size: int, batch_wait_ms: float = 0.0) -> RequestQueue:
@@ -130,7 +130,12 @@ def ask(service, prompts, settings=None, *, is_streaming=False):
     events, settings = queue.Queue(), settings or [DecodingConfig(8)] * len(prompts)
     inputs = [
         QueuedInput(
-            prompt, own, number, Group.of(prompt, own, service.limits), events.put, is_streaming
+            prompt,
+            own,
+            number,
+            ProgramShape.of(prompt, own, service.limits),
+            events.put,
+            is_streaming,
         )
         for number, (prompt, own) in enumerate(zip(prompts, settings, strict=True))
     ]
@@ -179,15 +184,15 @@ def test_times_between_tokens_are_counted_for_each_and_show_a_pause(service, mon
 
 
 def test_a_new_group_is_compiled_while_others_are_answered(service, monkeypatch):
-    """A batch of the compiled group is answered while the compiler is held up."""
+    """A batch of the compiled shape is answered while the compiler is held up."""
     compile_more, begun = type(service.worker).compile_more, threading.Event()
     go_on = threading.Event()
 
-    def held_up(worker, group):
-        if group.beam_size == 2:
+    def held_up(worker, shape):
+        if shape.beam_size == 2:
             begun.set()
             assert go_on.wait(WAIT_S)
-        compile_more(worker, group)
+        compile_more(worker, shape)
 
     monkeypatch.setattr(type(service.worker), "compile_more", held_up)
     greedy = {g: size for g, size in service.worker._compiled.items() if g.beam_size == 1}
@@ -205,18 +210,18 @@ def test_a_new_group_is_compiled_while_others_are_answered(service, monkeypatch)
 
 def test_inputs_of_a_compiled_group_join_and_leave_without_a_compilation(service):
     """Any number beside any number, in the largest batch."""
-    group, worker = Group(16, 16, 1, False), service.worker
-    while worker._num_compiled(group) < served.LIMITS.batch_size:
-        worker.compile_more(group)
+    shape, worker = ProgramShape(16, 16, 1, False), service.worker
+    while worker._num_compiled(shape) < served.LIMITS.batch_size:
+        worker.compile_more(shape)
 
     def inputs(number, tokens):
-        return [QueuedInput([5], DecodingConfig(tokens), i, group, id) for i in range(number)]
+        return [QueuedInput([5], DecodingConfig(tokens), i, shape, id) for i in range(number)]
 
     def compiled_by(there: int, joining: int) -> int:
-        before, running = COMPILATIONS.number, worker._running_batch(group)
-        worker._read(running, inputs(there, 4), group, {})
+        before, running = COMPILATIONS.number, worker._running_batch(shape)
+        worker._read(running, inputs(there, 4), shape, {})
         running.advance(1)
-        worker._read(running, inputs(joining, 2), group, {})
+        worker._read(running, inputs(joining, 2), shape, {})
         while running.waiting:
             running.advance(1)
         return COMPILATIONS.number - before
@@ -244,7 +249,7 @@ def test_experts_are_given_back_between_the_programs_that_are_compiled(service, 
     monkeypatch.setattr(RunningBatch, "advance", counted)
     worker = Worker(service.model, service.limits, service.metrics)  # whose thread never runs
     for _ in range(2):
-        worker.compile_more(Group(16, 16, 1, False))
+        worker.compile_more(ProgramShape(16, 16, 1, False))
     assert len(held) > 4 and {*most} == {1}
 
 
@@ -257,8 +262,8 @@ def test_inputs_are_answered_where_not_even_their_programs_are_kept(service, mon
         _, events = ask(service, prompts)
         same(answers(events, 1)[0], got)
     # Other tests have the programs of whole batches.
-    while service.worker._num_compiled(asked.group) < served.LIMITS.batch_size:
-        service.worker.compile_more(asked.group)
+    while service.worker._num_compiled(asked.shape) < served.LIMITS.batch_size:
+        service.worker.compile_more(asked.shape)
     want = served.said()[served.TEXTS[0]]
     assert service.model.vocabulary.decode(got.tokens) == want.output
 
@@ -267,46 +272,46 @@ def test_inputs_are_answered_by_the_programs_there_are(service, monkeypatch, cap
     """Where those of a larger batch cannot be compiled: which is tried once."""
     tried = []
 
-    def fail(worker, running, group, *sizes):
-        tried.append(group)
+    def fail(worker, running, shape, *sizes):
+        tried.append(shape)
         raise RuntimeError("no memory to compile, say")
 
     prompts = service.model.prompts(served.TEXTS[:5])
-    group = Group.of(prompts[0], DecodingConfig(8), service.limits)
+    shape = ProgramShape.of(prompts[0], DecodingConfig(8), service.limits)
     monkeypatch.setattr(type(service.worker), "_read_ones", fail)
-    monkeypatch.setattr(service.worker, "_compiled", {group: 2})
+    monkeypatch.setattr(service.worker, "_compiled", {shape: 2})
     monkeypatch.setattr(service.worker, "_most", {})
     for _ in range(2):
         _, events = ask(service, prompts)
         got = [service.model.vocabulary.decode(each.tokens) for each in answers(events, 5)]
         assert got == [served.said()[text].output for text in served.TEXTS[:5]]
-    assert tried == [group] and "2 inputs at most are decoded together" in caplog.text
+    assert tried == [shape] and "2 inputs at most are decoded together" in caplog.text
 
 
 def test_nothing_is_compiled_where_all_is(service):
     """As where it was compiled between a look at what there is and the question for it."""
-    worker, group = service.worker, Group(16, 8, 1, False)
-    while worker._num_compiled(group) < served.LIMITS.batch_size:
-        worker.compile_more(group)
+    worker, shape = service.worker, ProgramShape(16, 8, 1, False)
+    while worker._num_compiled(shape) < served.LIMITS.batch_size:
+        worker.compile_more(shape)
     before = COMPILATIONS.number
-    worker.compile_more(group)
+    worker.compile_more(shape)
     assert COMPILATIONS.number == before
 
 
 def test_an_input_whose_batch_cannot_be_joined_is_the_next_to_be_decoded(service, monkeypatch):
     """A long input waits for a short one; a later short one does not go before it."""
     worker = Worker(service.model, service.limits, service.metrics)  # whose thread never runs
-    short, long = Group(16, 256, 1, False), Group(64, 16, 1, False)
+    short, long = ProgramShape(16, 256, 1, False), ProgramShape(64, 16, 1, False)
     compiled, joined = {short: 4, long: 4}, []
-    monkeypatch.setattr(worker, "_num_compiled", lambda group: compiled.get(group, 0))
-    monkeypatch.setattr(worker, "_join", lambda kind, inputs, group: joined.append(inputs))
+    monkeypatch.setattr(worker, "_num_compiled", lambda shape: compiled.get(shape, 0))
+    monkeypatch.setattr(worker, "_join", lambda kind, inputs, shape: joined.append(inputs))
     # Of both lengths no program could be compiled, though the inputs have theirs.
-    worker.queue.put([dataclasses.replace(waiting(9), group=short.joined(long))])
+    worker.queue.put([dataclasses.replace(waiting(9), shape=short.joined(long))])
     worker.give_up(short.joined(long))
     assert not worker.queue.waiting()
     first, second, third = (
-        dataclasses.replace(waiting(i), group=group)
-        for i, group in enumerate((short, long, short))
+        dataclasses.replace(waiting(i), shape=shape)
+        for i, shape in enumerate((short, long, short))
     )
     worker.queue.put([second, third])
     worker._batches[short.kind] = batch = Batch(None, short, {0: first})
@@ -393,11 +398,11 @@ def test_inputs_are_answered_once_the_first_programs_are_there(monkeypatch):
     worker, goes_on, compiled = scheduler.Worker, threading.Event(), []
     compile_more = worker.compile_more
 
-    def compile_later(self, group):
+    def compile_later(self, shape):
         if compiled:
             assert goes_on.wait(60)
-        compile_more(self, group)
-        compiled.append((group.beam_size, self.compiled[group]))
+        compile_more(self, shape)
+        compiled.append((shape.beam_size, self.compiled[shape]))
 
     monkeypatch.setattr(worker, "compile_more", compile_later)
     service = Service(served.model(), served.LIMITS)
@@ -424,7 +429,7 @@ def test_inputs_are_answered_once_the_first_programs_are_there(monkeypatch):
             time.sleep(0.01)
         # One that was begun before it was asked, and then that which was waited for.
         assert (2, 1) in compiled[1:3] and compiled[-1] == (1, 4)
-        assert [group.beam_size for group, _ in service.worker.asked.most_common()] == [1, 2]
+        assert [shape.beam_size for shape, _ in service.worker.asked.most_common()] == [1, 2]
     finally:
         goes_on.set()
         served.stop(service)
@@ -433,18 +438,18 @@ def test_inputs_are_answered_once_the_first_programs_are_there(monkeypatch):
 def test_no_program_is_compiled_unasked_that_no_request_can_use(service, monkeypatch):
     limits = dataclasses.replace(service.limits, max_input_tokens=17, warm_up_tokens=128)
     worker = Worker(service.model, limits, service.metrics)  # whose thread never runs
-    monkeypatch.setattr(worker, "compile_more", lambda group: None)
+    monkeypatch.setattr(worker, "compile_more", lambda shape: None)
     worker._warm_up()
-    assert {group.prompt_length for group in worker.compiler.planned} == {16, 32}
+    assert {shape.prompt_length for shape in worker.compiler.planned} == {16, 32}
 
 
 def test_what_fits_larger_programs_does_not_wait_for_its_own(monkeypatch):
     limits = dataclasses.replace(served.LIMITS, max_new_tokens=64)
     with served.started(limits) as service:
         (long,) = service.worker.compiled
-        monkeypatch.setattr(service.worker.compiler, "ask", lambda group: None)
+        monkeypatch.setattr(service.worker.compiler, "ask", lambda shape: None)
         short = dataclasses.replace(request_of(["gate"]), settings=DecodingConfig(8))
-        assert Group.of([1], short.settings, limits).answer_length < long.answer_length
+        assert ProgramShape.of([1], short.settings, limits).answer_length < long.answer_length
         (event,) = asyncio.run(all_events(service, short))
         assert list(service.worker.compiled) == [long]
         assert service.worker._covering(dataclasses.replace(long, beam_size=2), 1) is None
@@ -455,14 +460,14 @@ def test_what_fits_larger_programs_does_not_wait_for_its_own(monkeypatch):
 def test_what_was_asked_for_is_compiled_first_at_the_next_start(tmp_path, caplog):
     limits, path = served.LIMITS, tmp_path / "served/a.json"
     greedy, beams = (
-        Group.of([1], DecodingConfig(8, beam_size=size), limits) for size in (1, 2)
+        ProgramShape.of([1], DecodingConfig(8, beam_size=size), limits) for size in (1, 2)
     )
-    assert history.read_groups(path, limits) == []
-    history.write_groups(path, Counter({greedy: 1, beams: 5}))
-    assert history.read_groups(path, limits) == [beams, greedy]
+    assert history.read_shapes(path, limits) == []
+    history.write_shapes(path, Counter({greedy: 1, beams: 5}))
+    assert history.read_shapes(path, limits) == [beams, greedy]
     narrow = dataclasses.replace(limits, max_beam_size=1)
-    assert history.read_groups(path, narrow) == [greedy]
-    assert history.read_groups(path, dataclasses.replace(limits, decodings="beam2")) == [beams]
+    assert history.read_shapes(path, narrow) == [greedy]
+    assert history.read_shapes(path, dataclasses.replace(limits, decodings="beam2")) == [beams]
     with served.started(asked_before=[beams]) as service:
         assert list(service.worker.compiled)[0] == beams and len(service.worker.compiled) == 2
     whole = json.dumps([dataclasses.asdict(greedy)])
@@ -471,27 +476,27 @@ def test_what_was_asked_for_is_compiled_first_at_the_next_start(tmp_path, caplog
     others += (whole.replace('": 16', '": 131072'),)  # longer than any
     for text in ("[{}]", "nothing", '[{"prompt_length": "a"}]', "[[]]", *flags, *others):
         path.write_text(text)
-        assert history.read_groups(path, limits) == []
+        assert history.read_shapes(path, limits) == []
     assert caplog.text.count("is not read") == 10
 
 
 def test_two_names_of_a_model_keep_what_both_were_asked_for(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first, second = (
-        Group.of([1], DecodingConfig(8, beam_size=n), served.LIMITS) for n in (1, 2)
+        ProgramShape.of([1], DecodingConfig(8, beam_size=n), served.LIMITS) for n in (1, 2)
     )
     history.keep_asked([("a" * 40, Counter({first: 2})), ("a" * 40, Counter({second: 3}))])
-    assert history.read_groups(history.history_of("a" * 40), served.LIMITS) == [second, first]
+    assert history.read_shapes(history.history_of("a" * 40), served.LIMITS) == [second, first]
 
 
 def test_a_server_is_ready_where_what_was_asked_for_cannot_be_compiled(monkeypatch):
-    beams = Group.of([1], DecodingConfig(8, beam_size=2), served.LIMITS)
+    beams = ProgramShape.of([1], DecodingConfig(8, beam_size=2), served.LIMITS)
     compile_more = Worker.compile_more
 
-    def without_beams(worker, group):
-        if group == beams:
+    def without_beams(worker, shape):
+        if shape == beams:
             raise RuntimeError("no memory")
-        compile_more(worker, group)
+        compile_more(worker, shape)
 
     monkeypatch.setattr(Worker, "compile_more", without_beams)
     with served.started(asked_before=[beams]) as service:
@@ -580,7 +585,7 @@ def test_rows_with_processors_are_each_ones_own(service):
     """In one batch, a row that asks for none of it among them."""
     prompt = service.model.prompts(["gate"])[0]
     settings = [*PROCESSED[:2], DecodingConfig(8, repetition_penalty=0.5)]
-    assert len({Group.of(prompt, own, service.limits) for own in settings}) == 1
+    assert len({ProgramShape.of(prompt, own, service.limits) for own in settings}) == 1
     _, events = ask(service, [prompt] * 3, settings)
     for number, got in enumerate(answers(events, 3)):
         generator = service.model.generator(**dataclasses.asdict(settings[number]))

@@ -12,7 +12,7 @@ from switchx.inference.config import DecodingConfig
 from switchx.inference.programs import COMPILATIONS
 from switchx.models.params import init_params
 from switchx.serving.limits import Limits
-from switchx.serving.request_queue import Group, QueuedInput
+from switchx.serving.request_queue import ProgramShape, QueuedInput
 from switchx.serving.scheduler import Worker
 from tests.serving import served
 
@@ -70,8 +70,8 @@ def test_the_baseline_takes_one_group_and_nothing_beside_what_runs():
 
     def queued(new_tokens):
         settings = DecodingConfig(new_tokens)
-        group = Group.of([5], settings, limits)
-        return QueuedInput([5], settings, 0, group, lambda event: None)
+        shape = ProgramShape.of([5], settings, limits)
+        return QueuedInput([5], settings, 0, shape, lambda event: None)
 
     short, long, other = queued(9), queued(60), queued(10)
     assert inflight.batch_by_batch([], [short, long, other]) == [short, other]

@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from switchx.storage.cache import LRU, Cache, DecayedLFU, NextUse, Place, belady, make_policy
+from switchx.storage.cache import LRU, Cache, DecayedLFU, Moment, NextUse, belady, make_policy
 from switchx.storage.cached_store import CachedStore
 from switchx.storage.record import Record
 from switchx.storage.simulation import decoding_trace
 
-HERE = Place(0, 0, 0)
+HERE = Moment(0, 0, 0)
 NUM_KEYS = 8
 SEQUENCES = st.lists(st.integers(0, NUM_KEYS - 1), min_size=1, max_size=60)
 CAPACITIES = st.integers(1, NUM_KEYS)
@@ -89,10 +89,10 @@ def test_next_use_by_hand():
     for step, of_layer_0 in enumerate([[0, 1], [0]]):
         for layer, experts in enumerate([of_layer_0, [0], [1]]):
             keys = np.array([2 * layer + e for e in experts])
-            policy.request(keys, Place(step, 0, layer))
+            policy.request(keys, Moment(step, 0, layer))
     # Used in this step and at turn 3 itself, not served yet: layer 2's turn is now; layer 1's
     # is turn 4, layer 0's turn 5.
-    now = Place(1, 1, 2)
+    now = Moment(1, 1, 2)
     policy.request(np.array([], int), now)
     assert policy.distances(np.array([5, 2, 0]), now).tolist() == [0, 1, 2]
     # Passed by in this step: layer 0's next forward is 9 - 3 turns away. Key 1 was used in the
@@ -109,7 +109,7 @@ def test_next_use_has_room_in_a_trace_that_begins_within_a_step():
     """No layer was passed forward yet: what will be used is unknown, and yet one goes."""
     cache = Cache(2, NextUse(2, 4, sweeps=3))
     for expert in range(4):
-        cache.request([expert], Place(0, 2, 0))
+        cache.request([expert], Moment(0, 2, 0))
     assert len(cache.resident) == 2
 
 
@@ -117,10 +117,10 @@ def test_next_use_expects_what_is_used_often_first():
     """Decoding: two experts of the next layer, of which one is used in every step."""
     policy = NextUse(2, 2, sweeps=1)
     for step in range(4):
-        policy.request(np.array([0]), Place(step, 0, 0))
-        policy.request(np.array([2, 3] if step == 0 else [2]), Place(step, 0, 1))
-    policy.request(np.array([0]), Place(4, 0, 0))
-    assert policy.victims(np.array([2, 3]), 1, Place(4, 0, 0)).tolist() == [3]
+        policy.request(np.array([0]), Moment(step, 0, 0))
+        policy.request(np.array([2, 3] if step == 0 else [2]), Moment(step, 0, 1))
+    policy.request(np.array([0]), Moment(4, 0, 0))
+    assert policy.victims(np.array([2, 3]), 1, Moment(4, 0, 0)).tolist() == [3]
 
 
 @pytest.mark.parametrize("name", ["lru", "decayed_lfu", "next_use"])
@@ -131,8 +131,8 @@ def test_many_victims_are_those_of_one_at_a_time(name):
         for layer in range(4):
             keys = 8 * layer + rng.choice(8, 3, replace=False)
             for policy in policies:
-                policy.request(keys, Place(step, 0, layer))
-    many, (here, left) = policies[0], (Place(19, 0, 3), list(range(32)))
+                policy.request(keys, Moment(step, 0, layer))
+    many, (here, left) = policies[0], (Moment(19, 0, 3), list(range(32)))
     for _ in range(10):
         left.remove(int(policies[1].victims(np.array(left), 1, here)[0]))
     assert sorted(many.victims(np.arange(32), 10, here)) == sorted(set(range(32)) - set(left))
@@ -182,7 +182,7 @@ def test_a_request_is_admitted_whole_or_refused():
     cache = Cache(3, LRU(1, 6))
     cache.request([0, 1], HERE)
     with pytest.raises(ValueError, match="holds 3 records, but layer 0 needs 4 .* at least 4"):
-        cache.request([0, 1, 2, 3], Place(0, 0, 0))
+        cache.request([0, 1, 2, 3], Moment(0, 0, 0))
     assert sorted(cache.resident) == [0, 1] and cache.num_requested == 2
 
 
@@ -252,7 +252,7 @@ def test_room_and_changes_are_kept_whatever_is_requested(operations, capacity, n
     for t, (operation, what) in enumerate(operations):
         resident = cached.cache.resident.tolist()
         if operation == "request" and len(what) <= capacity:
-            cached.request(sorted(what), Place(t, 0, 0))
+            cached.request(sorted(what), Moment(t, 0, 0))
             assert what <= set(cached.cache.resident.tolist())
         elif operation == "put" and resident:
             what = resident[what % len(resident)]

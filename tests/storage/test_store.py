@@ -12,11 +12,11 @@ import types
 import numpy as np
 import pytest
 
-from switchx.manifest import damages, num_bytes
 from switchx.storage import snapshot as snapshots
 from switchx.storage.record import ArrayType, Record, RecordError, StoreError, StoreLayout
 from switchx.storage.snapshot import MANIFEST, Snapshot, part_of, parts_of
 from switchx.storage.store import RecordStore, process_folder, remove_stores
+from switchx.whole_folders import damages, num_bytes
 from tests.data.refusals import refused
 from tests.storage.stored import LAYOUT, TYPES, is_same, record
 
@@ -187,7 +187,7 @@ def test_manifests_are_those_of_all_checked_folders(store, tmp_path):
 
 
 def test_a_snapshot_reads_no_record(store, tmp_path, monkeypatch):
-    monkeypatch.setattr("switchx.manifest._of_file", None)
+    monkeypatch.setattr("switchx.whole_folders._of_file", None)
     store.snapshot(tmp_path / "2")
     store.restore(tmp_path / "2")
     assert all_are(store, 1)

@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from switchx.storage.cache import BACKWARD, FORWARD, UPDATE, Cache, Place, make_policy
+from switchx.storage.cache import BACKWARD, FORWARD, UPDATE, Cache, Moment, make_policy
 from switchx.storage.cached_store import CachedStore
 from switchx.storage.record import Record, StoreLayout
 from switchx.storage.simulation import (
@@ -23,20 +23,20 @@ from tests.storage.stored import TYPES, record
 
 
 def as_rows(trace):
-    return [(keys.tolist(), place) for keys, place in trace.requests()]
+    return [(keys.tolist(), moment) for keys, moment in trace.requests()]
 
 
 def test_sweeps_of_a_step_by_hand():
     trace = trace_of_steps([[np.array([2, 0]), np.array([1])]], ["a", "b"], 3, 5, sweeps=3)
     assert trace.sweeps == 3
     assert as_rows(trace) == [
-        ([0, 2], Place(0, FORWARD, 0)),
-        ([4], Place(0, FORWARD, 1)),
-        ([4], Place(0, BACKWARD, 1)),
-        ([0, 2], Place(0, BACKWARD, 0)),
-        ([0], Place(0, UPDATE, 0)),
-        ([2], Place(0, UPDATE, 0)),
-        ([4], Place(0, UPDATE, 1)),
+        ([0, 2], Moment(0, FORWARD, 0)),
+        ([4], Moment(0, FORWARD, 1)),
+        ([4], Moment(0, BACKWARD, 1)),
+        ([0, 2], Moment(0, BACKWARD, 0)),
+        ([0], Moment(0, UPDATE, 0)),
+        ([2], Moment(0, UPDATE, 0)),
+        ([4], Moment(0, UPDATE, 1)),
     ]
 
 
@@ -46,10 +46,10 @@ def test_choices_of_tokens_by_hand():
     decoder = np.array([[[1, 3], [1, 3], [3, 3], [0, 3]]])
     trace = trace_of_choices([(["e"], encoder), (["d"], decoder)], 3, 7, 1, 4)
     assert as_rows(trace) == [
-        ([0, 1], Place(0, 0, 0)),
-        ([4], Place(0, 0, 1)),
-        ([1, 2], Place(1, 0, 0)),
-        ([3], Place(1, 0, 1)),
+        ([0, 1], Moment(0, 0, 0)),
+        ([4], Moment(0, 0, 1)),
+        ([1, 2], Moment(1, 0, 0)),
+        ([3], Moment(1, 0, 1)),
     ]
     assert (trace.layers, trace.record_bytes, trace.sweeps) == (("e", "d"), 7, 1)
 
@@ -132,11 +132,11 @@ def test_a_store_has_the_simulated_hits_and_keeps_its_changes(tmp_path, name):
         for key in range(8):
             store.write(key, record(key, 0))
         cached = CachedStore(store, Cache(3, make_policy(name, 2, 4, 3)))
-        for keys, place in trace.requests():
-            cached.request(keys, place)
+        for keys, moment in trace.requests():
+            cached.request(keys, moment)
             for key in keys.tolist():
                 assert cached.get(key).updates == updates[key]
-                if place.sweep == UPDATE:
+                if moment.sweep == UPDATE:
                     updates[key] += 1
                     cached.put(key, Record(cached.get(key).arrays, updates[key]))
         hit_T, num_written_back = run_policy(trace, 3, name)

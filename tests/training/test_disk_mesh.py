@@ -14,8 +14,8 @@ from switchx.compiled.hlo import parse
 from switchx.models.stages import split_blocks
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules
+from switchx.training.offload.disk_periods import Kind
 from switchx.training.offload.disk_program import LayeredProgram
-from switchx.training.offload.disk_runs import Kind
 from switchx.training.offload.storage_spec import StorageSpec
 from switchx.training.programs import compiled_program
 from tests.cases import slow
@@ -50,13 +50,13 @@ class KeptGradients:
     def __getattr__(self, name):
         return getattr(self._experts, name)
 
-    def keep_gradients(self, run, used_JE, bank):
-        self._experts.keep_gradients(run, used_JE, bank)
+    def keep_gradients(self, period, used_JE, bank):
+        self._experts.keep_gradients(period, used_JE, bank)
         self.used += list(used_JE)
-        for n, names in zip(run.layers, run.names, strict=True):
+        for n, names in zip(period.layers, period.names, strict=True):
             experts, rows = self._experts._gradients[n]
             for name in names:
-                self.grads[name][run.place, experts] = rows[name]
+                self.grads[name][period.number, experts] = rows[name]
 
 
 @functools.cache
@@ -111,7 +111,7 @@ class Lowered:
 
     Attributes:
         layered: what is to be called; the programs are kept.
-        hlo: texts by the program's name and the place of its run.
+        hlo: texts by the program's name and the number of its period.
     """
 
     def __init__(self, layered):
@@ -130,7 +130,8 @@ class Lowered:
 
 
 def assert_dense_slices_are_gathered_a_run_ahead(hlo, dense):
-    """SE-MoE's horizontal prefetch, in the compiled programs of two runs on an `fsdp` mesh."""
+    """SE-MoE's horizontal prefetch, in the compiled programs of two periods on an `fsdp`
+    mesh."""
     (blocks,), _ = split_blocks(MESH_MODEL, dense)
     shapes = sorted((1, *leaf.shape[1:]) for leaf in jax.tree.leaves(blocks))
 
@@ -144,7 +145,7 @@ def assert_dense_slices_are_gathered_a_run_ahead(hlo, dense):
         ]
         return sorted(shape for shape in arrays if shape in shapes)
 
-    # The first run's own before it begins, then each run the next one's; backward likewise.
+    # The first period's own before it begins, then each period the next one's; likewise back.
     assert gathered("begin") == shapes
     assert gathered("forward", 0) == gathered("backward", 1) == shapes
     assert gathered("forward", 1) == gathered("backward", 0) == []

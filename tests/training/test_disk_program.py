@@ -215,7 +215,7 @@ def test_what_does_not_fit_a_disk_is_refused(one_device, tmp_path):
 
     with refused("StorageSpec.slots=1: "):
         StorageSpec("disk", slots=1)
-    with refused("StorageSpec.slots=3, but the model has 2 runs of blocks (decoder)"):
+    with refused("StorageSpec.slots=3, but the model has 2 periods of blocks (decoder)"):
         program(storage=StorageSpec("disk", slots=3))
     # What host memory refuses too: test_host_program.py.
     with refused("a dense model with StorageSpec.experts='disk'"):

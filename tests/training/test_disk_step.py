@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients run by run against the whole step's: raw, dropout on, some experts absent."""
+"""Gradients period by period against the whole step's: raw, dropout on, some experts absent."""
 
 import dataclasses
 import functools
@@ -12,8 +12,13 @@ import pytest
 from switchx import tree
 from switchx.models.config import RouterConfig
 from switchx.models.params import init_params
-from switchx.models.stages import init_run_experts, is_of_experts, model_runs, without_experts
-from switchx.training.offload.disk_runs import joined
+from switchx.models.stages import (
+    init_period_experts,
+    is_of_experts,
+    model_periods,
+    without_experts,
+)
+from switchx.training.offload.disk_periods import joined
 from switchx.training.offload.disk_step import LayeredGradients
 from tests.compare import assert_close
 from tests.training.jobs import (
@@ -36,7 +41,7 @@ class Banks:
     """Experts of whole parameters; those that are not asked for are filled with one number.
 
     Attributes:
-        fetched: `(run, sweep, used_JE)` of each fetch.
+        fetched: `(period, sweep, used_JE)` of each fetch.
         grads: by path, as of the whole step.
     """
 
@@ -47,27 +52,27 @@ class Banks:
         self.fetched, self._guess, self._filled_with = [], guess, filled_with
         self._rng = np.random.default_rng(0)
 
-    def expected(self, run):
+    def expected(self, period):
         E = next(iter(self.leaves.values())).shape[1]
         chance = {"all": 1.0, "none": 0.0, "some": 0.5}[self._guess]
-        return self._rng.random((len(run.layers), E)) < chance
+        return self._rng.random((len(period.layers), E)) < chance
 
-    def prefetch(self, run, sweep, used_JE):
+    def prefetch(self, period, sweep, used_JE):
         pass
 
-    def fetch(self, run, sweep, used_JE):
-        self.fetched.append((run, sweep, used_JE))
+    def fetch(self, period, sweep, used_JE):
+        self.fetched.append((period, sweep, used_JE))
         bank = {}
-        for names, used_E in zip(run.names, used_JE, strict=True):
+        for names, used_E in zip(period.names, used_JE, strict=True):
             for name in names:
-                whole = self.leaves[name][run.place]
+                whole = self.leaves[name][period.number]
                 used = used_E.reshape(-1, *[1] * (whole.ndim - 1))
                 bank[name] = jnp.asarray(np.where(used, whole, self._filled_with))
         return bank
 
-    def keep_gradients(self, run, used_JE, bank):
+    def keep_gradients(self, period, used_JE, bank):
         for name, gradient in bank.items():
-            self.grads[name][run.place] += np.asarray(gradient)
+            self.grads[name][period.number] += np.asarray(gradient)
 
 
 @functools.cache
@@ -120,7 +125,7 @@ CASES = {
     "float16": (in_precision("float16"), 2),
     "bfloat16_biased": (in_precision("bfloat16", router=BIASED), 2),
     "hash": (stacked(SPARSE, router=HASHED), 2),
-    # Experts choose tokens, in the encoder alone: the decoder's runs have no experts.
+    # Experts choose tokens, in the encoder alone: the decoder's periods have no experts.
     "expert_choice": (stacked(ENCODER_DECODER, stacks="encoder", router=EXPERT_CHOICE), 2),
 }
 
@@ -148,13 +153,13 @@ def test_what_is_guessed_and_how_many_slots_there_are_change_no_bit():
         # Experts that no token chose are finite, whatever they are.
         layered(config, 2, guess="some", filled_with=1e30),
     ]
-    assert len(banks.fetched) == 2 * len(model_runs(config))  # nothing was computed twice
+    assert len(banks.fetched) == 2 * len(model_periods(config))  # nothing was computed twice
     for other, _ in others:
         assert_same(other, first)
     _, banks_of_none = others[0]
     assert len(banks_of_none.fetched) > len(banks.fetched)
-    backward = [(run.place, used.tolist()) for run, s, used in banks.fetched if s == 1]
-    assert backward == [(r.place, u.tolist()) for r, s, u in banks_of_none.fetched if s == 1]
+    backward = [(period.number, used.tolist()) for period, s, used in banks.fetched if s == 1]
+    assert backward == [(p.number, u.tolist()) for p, s, u in banks_of_none.fetched if s == 1]
 
 
 @pytest.mark.slow
@@ -178,8 +183,8 @@ def test_backward_takes_the_choices_of_forward(monkeypatch):
 def test_experts_of_a_run_are_drawn_as_those_of_the_whole_model():
     config, key = stacked(ENCODER_DECODER, 2, every=1), jax.random.key(3)
     leaves = tree.named_leaves(jax.jit(functools.partial(init_params, config))(key))
-    for run in model_runs(config):
-        drawn = init_run_experts(config, run, run.place, key)
-        assert drawn.keys() == {name for names in run.names for name in names}
+    for period in model_periods(config):
+        drawn = init_period_experts(config, period, period.number, key)
+        assert drawn.keys() == {name for names in period.names for name in names}
         for name, leaf in drawn.items():
-            np.testing.assert_allclose(leaf, leaves[name][run.place], rtol=1e-6)
+            np.testing.assert_allclose(leaf, leaves[name][period.number], rtol=1e-6)

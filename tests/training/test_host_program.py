@@ -55,7 +55,7 @@ from tests.training.train_states import assert_same_gradients
 pytestmark = pytest.mark.usefixtures("programs_compiled_once")
 
 ROWS = 16
-# Three runs of blocks: an odd number.
+# Three periods: an odd number.
 DECODER = stacked(SPARSE, 6)
 BOTH = stacked(ENCODER_DECODER, 6)
 # Without dense blocks between: half as much to compile.

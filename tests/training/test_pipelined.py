@@ -203,7 +203,9 @@ def test_staged_evaluation_is_that_of_one_device(config, mesh, spec):
 def test_jobs_that_do_not_divide_are_refused():
     mesh, step = MeshSpec(pipe=4, data=2), StepConfig(num_microbatches=4)
     job = functools.partial(make_job, mesh=mesh, step=step)
-    with refused("4 decoder blocks, 2 runs of 2, do not divide over 4 stages<any>use 8 blocks"):
+    with refused(
+        "4 decoder blocks, 2 periods of 2, do not divide over 4 stages<any>use 8 blocks"
+    ):
         compiled_program(job(stacked(SPARSE, 4)))
     with refused("mesh axis 'pipe' of size 4 with ModelConfig.scan_layers=False"):
         compiled_program(job(SPARSE))

@@ -40,7 +40,7 @@ def first_params(folder, *files: str) -> dict[str, np.ndarray]:
 
 
 def records(folder, num_experts: int) -> dict[str, np.ndarray]:
-    """The experts' parameters by path, stacked over the runs of blocks."""
+    """The experts' parameters by path, stacked over the periods."""
     snapshot, found = Snapshot(folder), {}
     for key in range(snapshot.layout.num_keys):
         for label, array in snapshot.read(key).arrays.items():

@@ -20,7 +20,7 @@ from switchx.data.mixtures import Mixture
 from switchx.data.objectives import CausalLM
 from switchx.data.tasks import Task
 from switchx.data.tokenizers import ByteVocabulary
-from switchx.deploy.plan import DeployPlan, DeploySettings
+from switchx.deploy.checked_plan import DeployPlan, DeploySettings
 from switchx.models.config import RouterConfig
 from switchx.models.params import forward, of_task
 from switchx.moe.capacity import layer_groups

@@ -51,7 +51,7 @@ TINY = dataclasses.replace(
     num_decoder_layers=2,
 )
 CAPACITY_FACTOR = 1.25
-EXPERTS, DISPATCHERS = (8, 64), ("gather", "dropless")
+NUM_EXPERTS, DISPATCHERS = (8, 64), ("gather", "dropless")
 STEPS_OF_LOSSES, ROUNDS, STEPS = 20, 5, 2
 
 
@@ -91,7 +91,7 @@ def training(session: Session) -> Iterator[dict[str, Any]]:
     """
     model = session.sized(DENSE, TINY)
     shapes = session.sized(Shapes(16, 512, 128), Shapes(2, 32, 8))
-    few, *many = session.sized(EXPERTS, (2,))
+    few, *many = session.sized(NUM_EXPERTS, (2,))
     with concurrent.futures.ThreadPoolExecutor() as pool:
 
         def begin(name: str, config: ModelConfig, *optimizer: Optimizer):

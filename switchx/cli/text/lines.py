@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from switchx.cli import arguments as shared
-from switchx.cli import expert_slots as slots
+from switchx.cli import expert_arguments
 
 STANDARD_INPUT = "-"
 # More faults than these are counted, not listed.
@@ -38,7 +38,7 @@ FLAGS = {
 def add_arguments(parser: shared.CommandParser, input_help: str) -> None:
     """The model, the input, the output, and how inputs are batched."""
     shared.add_model_dir(parser, "run folder of `switchx train`, or of `switchx quantize`")
-    slots.add_loading(parser)
+    expert_arguments.add_loading(parser)
     parser.add_argument(
         "--input",
         default=STANDARD_INPUT,
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace, answer: Callable[..., None]) -> int:
         with recording(arguments, model, reporter) as record:
             answer(arguments, lines, model, reporter, record)
         if model.experts is not None:
-            for line in slots.traffic_lines(arguments, model.experts):
+            for line in expert_arguments.traffic_lines(arguments, model.experts):
                 reporter.note(line)
     return 0
 
@@ -82,7 +82,7 @@ def load_model(arguments: argparse.Namespace, reporter):
     """
     from switchx import api
 
-    model = api.load(arguments.model_dir, **slots.loading(arguments))
+    model = api.load(arguments.model_dir, **expert_arguments.loading(arguments))
     if model.vocabulary is None:
         raise ValueError(
             f"{arguments.model_dir} has no vocabulary, so it cannot read lines of text; give "

@@ -24,15 +24,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from switchx import tree
-from switchx.checkpoint.items import EXPERTS as RECORDS
-from switchx.checkpoint.items import has_records
+from switchx.checkpoint.items import RECORDS, has_records
 from switchx.fields import require
 from switchx.hardware.spec import Hardware
 from switchx.inference.config import ExpertSlots
 from switchx.inference.offload.cut_program import cut_program
 from switchx.inference.offload.expert_slots import LayerSlots, predicted, run_layer
 from switchx.inference.offload.expert_source import (
-    EXPERTS,
     ExpertSource,
     HostExperts,
     ReadExpert,
@@ -46,11 +44,12 @@ from switchx.inference.offload.streaming import CallKind, kinds_of_call
 from switchx.inference.quantize import is_quantized, model_bytes, packed
 from switchx.models.config import ModelConfig, require_our_blocks
 from switchx.models.params import abstract_params
+from switchx.models.stored_experts import EXPERTS_PATH
 from switchx.models.unroll import unrolled
 from switchx.moe.experts import WEIGHTS, AbsentExperts
 from switchx.object_store import Folder
 from switchx.storage import PolicyName
-from switchx.storage.cache import FORWARD, Place, make_policy
+from switchx.storage.cache import FORWARD, Moment, make_policy
 from switchx.storage.trace import Trace, TraceLog
 
 
@@ -217,15 +216,15 @@ class ChosenExperts:
         y_RD = jnp.zeros_like(x_RD)
         chosen = np.flatnonzero(np.asarray(count_E))  # waits for the router
         slots.compare(chosen)
-        place, guess_E = Place(self.num_calls, FORWARD, layer), None
+        moment, guess_E = Moment(self.num_calls, FORWARD, layer), None
         if layer in self._routers:
             # Begins before the experts do, so that it is there while they run.
             guess_E = predicted(self._config, *self._routers[layer], x_RD, count_E)
         for experts in slots.rounds(chosen):
-            self._log.add(layer * slots.num_experts + experts, place)
-            y_RD = slots.run_round(experts, place, x_RD, count_E, y_RD)
+            self._log.add(layer * slots.num_experts + experts, moment)
+            y_RD = slots.run_round(experts, moment, x_RD, count_E, y_RD)
         if guess_E is not None and layer + 1 in self._layers:
-            self._layers[layer + 1].prefetch(np.asarray(guess_E), place)
+            self._layers[layer + 1].prefetch(np.asarray(guess_E), moment)
         return y_RD
 
 
@@ -273,7 +272,7 @@ def with_slots(
             config, params = unrolled(config, params)
         leaves = tree.named_leaves(abstract_params(config))
         _, dense = split_experts(params)
-        experts = {name: leaf for name, leaf in leaves.items() if EXPERTS in name}
+        experts = {name: leaf for name, leaf in leaves.items() if EXPERTS_PATH in name}
         params = tree.nested({n: jnp.array(leaf) for n, leaf in dense.items()} | experts)
         source = StoredExperts(config, read, asked.host_bytes, asked.slots, asked.policy)
     experts = ChosenExperts(
@@ -285,7 +284,9 @@ def with_slots(
 def slices_of(config: ModelConfig, params: dict) -> ReadExpert:
     """Returns the reader of the experts of parameters whose experts are `FileArray`s."""
     found, _ = split_experts(params)
-    layers = [found[f"{layer_path(layer)}{EXPERTS}"] for layer in config.sparse_layer_names]
+    layers = [
+        found[f"{layer_path(layer)}{EXPERTS_PATH}"] for layer in config.sparse_layer_names
+    ]
     return lambda layer, expert: slice_of(layers[layer], expert)
 
 
@@ -316,7 +317,7 @@ def on_host(config: ModelConfig, params: dict) -> tuple[ModelConfig, dict]:
 
     def placed(name, leaf):
         array = np.asarray(leaf)
-        return array if EXPERTS in name else jnp.array(array)
+        return array if EXPERTS_PATH in name else jnp.array(array)
 
     return config, tree.map_named(placed, params)
 
@@ -345,7 +346,7 @@ def without_bank(config: ModelConfig, params: dict) -> tuple[dict, list[Weights]
     """Parameters of an unrolled model with `AbsentExperts` in the place of experts, and the
     experts of each Switch layer, where `params` has them."""
     layers, dense = split_experts(params)
-    paths = [f"{layer_path(layer)}{EXPERTS}" for layer in config.sparse_layer_names]
+    paths = [f"{layer_path(layer)}{EXPERTS_PATH}" for layer in config.sparse_layer_names]
     absent = {f"{path}{WEIGHTS[0]}": AbsentExperts(n) for n, path in enumerate(paths)}
     return tree.nested(dense | absent), [layers[path] for path in paths if path in layers]
 
@@ -356,7 +357,7 @@ def split_experts(params: dict) -> tuple[dict[str, Weights], dict[str, Any]]:
     dense = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized):
         name = tree.path_name(path)
-        if EXPERTS in name:
+        if EXPERTS_PATH in name:
             prefix, _, weight = name.rpartition("/")
             layers.setdefault(f"{prefix}/", {})[weight] = leaf
         else:

@@ -19,7 +19,7 @@ from switchx.moe.dropless import sort_into_rows
 from switchx.moe.experts import WEIGHTS, ExpertFFN
 from switchx.moe.plan import choice_scores
 from switchx.moe.router import router_logits, router_scores
-from switchx.storage.cache import Cache, Place
+from switchx.storage.cache import Cache, Moment
 
 
 class LayerSlots:
@@ -54,19 +54,19 @@ class LayerSlots:
         chosen = chosen[np.argsort(is_absent, kind="stable")]
         return [chosen[first : first + K] for first in range(0, len(chosen), K)]
 
-    def run_round(self, experts: np.ndarray, place: Place, x_RD, count_E, y_RD):
+    def run_round(self, experts: np.ndarray, moment: Moment, x_RD, count_E, y_RD):
         """`y_RD` with the rows of these experts, of rows sorted by expert."""
-        missed = self._admit(experts, place)
+        missed = self._admit(experts, moment)
         self.num_requested += len(experts)
         self.num_hits += len(experts) - len(missed)
-        self._source.request(self._layer, missed, place)
+        self._source.request(self._layer, missed, moment)
         self._move(missed)
         slot_E = np.full_like(self._slot_E, self.cache.capacity)
         slot_E[experts] = self._slot_E[experts]
         self.num_rounds += 1
         return _run_round(self._config, self.bank, x_RD, count_E, slot_E, y_RD)
 
-    def prefetch(self, count_E: np.ndarray, place: Place) -> None:
+    def prefetch(self, count_E: np.ndarray, moment: Moment) -> None:
         """Moves experts that the layer may choose next, the likeliest K.
 
         From files they are read ahead, and those move that host memory has already.
@@ -77,11 +77,11 @@ class LayerSlots:
         order = np.argsort(-count_E, kind="stable")[: self.cache.capacity]
         self._predicted = order[count_E[order] > 0]
         absent = self._predicted[self._slot_E[self._predicted] == self.cache.capacity]
-        self._source.request(self._layer, absent, place._replace(layer=self._layer))
+        self._source.request(self._layer, absent, moment._replace(layer=self._layer))
         is_here = [self._source.is_here(self._layer, number) for number in absent.tolist()]
         absent = absent[np.array(is_here, bool)]
         kept = self._predicted[self._slot_E[self._predicted] < self.cache.capacity]
-        self._move(self._admit(np.concatenate([kept, absent]), place))
+        self._move(self._admit(np.concatenate([kept, absent]), moment))
 
     def compare(self, chosen: np.ndarray) -> None:
         """Counts how many of the predicted experts were chosen."""
@@ -89,10 +89,10 @@ class LayerSlots:
         self.num_correct += int(np.isin(self._predicted, chosen).sum())
         self._predicted = self._predicted[:0]
 
-    def _admit(self, experts: np.ndarray, place: Place) -> np.ndarray:
+    def _admit(self, experts: np.ndarray, moment: Moment) -> np.ndarray:
         """Returns the experts that are in no slot, after others were evicted."""
         K = self.cache.capacity
-        evicted = self.cache.request(experts, place._replace(layer=0)).evicted
+        evicted = self.cache.request(experts, moment._replace(layer=0)).evicted
         self._free += [slot for slot in self._slot_E[evicted].tolist() if slot < K]
         self._slot_E[evicted] = K
         return experts[self._slot_E[experts] == K]

@@ -24,13 +24,11 @@ from switchx import tree
 from switchx.fields import require
 from switchx.models.config import ModelConfig
 from switchx.storage import PolicyName
-from switchx.storage.cache import Cache, Place, make_policy
+from switchx.storage.cache import Cache, Moment, make_policy
 from switchx.storage.cached_store import CachedStore
 from switchx.storage.record import Record, RecordError
 from switchx.storage.snapshot import Snapshot
 
-# In the names of their parameters.
-EXPERTS = "/experts/"
 NUM_THREADS = 4
 # Of one expert `[1, ...]` or of all of a layer `[E, ...]`, by name: w_in_EDF, ...
 Weights = dict[str, Any]
@@ -51,7 +49,7 @@ class ExpertSource(Protocol):
     like: Weights
     stored: "StoredTraffic | None"
 
-    def request(self, layer: int, experts: np.ndarray, place: Place) -> None:
+    def request(self, layer: int, experts: np.ndarray, moment: Moment) -> None:
         """Says which experts of a layer are needed soon; returns before they are there."""
 
     def is_here(self, layer: int, expert: int) -> bool:
@@ -96,7 +94,7 @@ class HostExperts:
         self.like = _shapes(self.expert(0, 0))
         self.expert_bytes = tree.num_bytes(self.like)
 
-    def request(self, layer: int, experts: np.ndarray, place: Place) -> None:
+    def request(self, layer: int, experts: np.ndarray, moment: Moment) -> None:
         pass
 
     def is_here(self, layer: int, expert: int) -> bool:
@@ -149,8 +147,8 @@ class StoredExperts:
             cache.capacity * size, cache.num_requested, cache.num_hits, misses * size
         )
 
-    def request(self, layer: int, experts: np.ndarray, place: Place) -> None:
-        self._cached.request(layer * self._num_experts + np.asarray(experts), place)
+    def request(self, layer: int, experts: np.ndarray, moment: Moment) -> None:
+        self._cached.request(layer * self._num_experts + np.asarray(experts), moment)
 
     def is_here(self, layer: int, expert: int) -> bool:
         return self._cached.is_here(layer * self._num_experts + expert)

@@ -26,8 +26,8 @@ from jax.experimental import multihost_utils
 from switchx.data.features import Batch
 from switchx.fields import require
 from switchx.files import write_atomically
-from switchx.manifest import new_folder, read_manifest
 from switchx.npz import Arrays, read_arrays
+from switchx.whole_folders import new_folder, read_manifest
 
 MANIFEST = "teacher.json"
 CHECKSUM = "crc32"

@@ -22,7 +22,6 @@ from jax.experimental import multihost_utils
 from switchx.data.features import Batch
 from switchx.data.vocabularies import load_vocabulary, save_vocabulary
 from switchx.fields import require
-from switchx.manifest import write_manifest
 from switchx.partitioning.collectives import connect_processes
 from switchx.training.distillation.logits_folder import (
     CHECKSUM,
@@ -37,6 +36,7 @@ from switchx.training.evaluate import eval_step
 from switchx.training.expert_copies import CopiesProgram
 from switchx.training.job import TrainingJob
 from switchx.training.program import TrainingProgram
+from switchx.whole_folders import write_manifest
 
 
 def write_logits(

@@ -25,7 +25,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from switchx.partitioning.rules import Rules, param_sharding
-from switchx.training.offload.disk_runs import Bank
+from switchx.training.offload.disk_periods import Bank
 
 PADDING = -1
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job as programs where its experts are on a disk: `TrainingProgram`'s methods, run by run.
+"""A job as programs where its experts are on a disk: `TrainingProgram`'s methods, period by
+period.
 
 SE-MoE (Shen et al. 2022, arXiv:2205.10034), section 2. The training state has all but the
 experts; these are records in a store (expert_records.py), of which a step has some in host
-memory and those of a few runs on the devices (disk_step.py). All else is split over the mesh
+memory and those of a few periods on the devices (disk_step.py). All else is split over the mesh
 as it is where experts are on the devices.
 """
 
@@ -21,7 +22,7 @@ from switchx.checkpoint.run_folder import RunFolder
 from switchx.malloc import return_freed_memory
 from switchx.models.params import abstract_params, init_params
 from switchx.models.stages import (
-    init_run_experts,
+    init_period_experts,
     is_of_experts,
     without_experts,
 )
@@ -31,7 +32,7 @@ from switchx.storage.record import RecordError, StoreError
 from switchx.training.evaluate import PLAIN_LOSS, sampled
 from switchx.training.expert_copies import task_notes
 from switchx.training.job import TrainingJob
-from switchx.training.offload.disk_runs import joined
+from switchx.training.offload.disk_periods import joined
 from switchx.training.offload.disk_step import LayeredGradients
 from switchx.training.offload.expert_records import ExpertRecords
 from switchx.training.program import TrainingProgram
@@ -55,8 +56,8 @@ class LayeredProgram(TrainingProgram):
         job.require_storage(dict(self.mesh.shape))
         self.experts = ExpertRecords(job, self.mesh)
         self._draw = jax.jit(
-            functools.partial(init_run_experts, job.model),
-            static_argnames="run",
+            functools.partial(init_period_experts, job.model),
+            static_argnames="period",
             out_shardings=self.experts.banks.sharding,
             compiler_options=self.compiler_options,
         )
@@ -112,13 +113,15 @@ class LayeredProgram(TrainingProgram):
         # NumPy's: arrays of one device cannot be computed with where the mesh has several.
         given = {} if params is None else tree.named_leaves(params)
         leaves = {n: np.asarray(x) for n, x in given.items() if is_of_experts(n, x)}
-        # One program for all runs of a stack, which differ in their place alone.
-        like = {run.stack: run for run in self.experts.runs}
+        # One program for all periods of a stack, which differ in their number alone.
+        like = {period.stack: period for period in self.experts.periods}
 
-        def draw(run):
+        def draw(period):
             if params is None:
-                return self._draw(run=like[run.stack], place=run.place, key=key)
-            return {name: leaves[name][run.place] for names in run.names for name in names}
+                return self._draw(period=like[period.stack], number=period.number, key=key)
+            return {
+                name: leaves[name][period.number] for names in period.names for name in names
+            }
 
         self.experts.begin(draw)
         return state

@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradients of a training step, one run of blocks at a time.
+"""The gradients of a training step, one period at a time.
 
 SE-MoE (Shen et al. 2022, arXiv:2205.10034), section 2.2: no more than a few layers' experts are
 on the device. The loss, the microbatches and the keys are those of `training/step.py`, the
 chunks and their objective those of a pipeline (`stack_lane`), so the gradients are the same.
 
-Forward goes run by run, all microbatches of a run together, and keeps the runs' inputs, as
-remat `full` does. The experts of a run are fetched before its router has chosen: the experts
-that were chosen lately, with zeros in the place of all others. The router's choices are read
-one run late, while the next run computes. Where an expert was absent, it is fetched, and this
-run and the later ones are computed again: a wrong guess costs time and changes no number.
-Backward computes each run again from its input, with just the experts that forward used, and
+Forward goes period by period, all microbatches of a period together, and keeps the periods'
+inputs, as remat `full` does. The experts of a period are fetched before its router has chosen:
+the experts that were chosen lately, with zeros in the place of all others. The router's choices
+are read one period late, while the next period computes. Where an expert was absent, it is
+fetched, and this
+period and the later ones are computed again: a wrong guess costs time and changes no number.
+Backward computes each period again from its input, with just the experts that forward used, and
 gives its routers what they chose then: a near tie might be decided in another way.
 
 Dims: B batch, L length, D model, M microbatches (in `message_shapes`: memory), J Switch layers
-of a run, E experts, S choices of a token, X choices of all tokens
+of a period, E experts, S choices of a token, X choices of all tokens
 """
 
 import functools
@@ -25,34 +26,34 @@ import numpy as np
 
 from switchx.models.config import ModelConfig
 from switchx.models.stages import (
-    Run,
+    Period,
     join_blocks,
-    model_runs,
+    model_periods,
     split_blocks,
     stack_names,
 )
 from switchx.storage.cache import BACKWARD, FORWARD
 from switchx.training.losses import LossConfig
-from switchx.training.offload.disk_runs import Bank, Kind, RunPrograms
+from switchx.training.offload.disk_periods import Bank, Kind, PeriodPrograms
 
 
 class ExpertBanks(Protocol):
-    """The source of a run's experts, and the receiver of their gradients.
+    """The source of a period's experts, and the receiver of their gradients.
 
-    A bank has the parameters of all experts of a run's Switch layers by path, `[E, ...]`, with
-    zeros for experts that are not used. `used_JE` is true for those that are.
+    A bank has the parameters of all experts of a period's Switch layers by path, `[E, ...]`,
+    with zeros for experts that are not used. `used_JE` is true for those that are.
     """
 
-    def expected(self, run: Run) -> np.ndarray:
-        """`used_JE` of a run before its routers have chosen."""
+    def expected(self, period: Period) -> np.ndarray:
+        """`used_JE` of a period before its routers have chosen."""
 
-    def prefetch(self, run: Run, sweep: int, used_JE: np.ndarray) -> None:
+    def prefetch(self, period: Period, sweep: int, used_JE: np.ndarray) -> None:
         """Begins to read the experts that `fetch` will return, and does not wait for them."""
 
-    def fetch(self, run: Run, sweep: int, used_JE: np.ndarray) -> Bank:
+    def fetch(self, period: Period, sweep: int, used_JE: np.ndarray) -> Bank:
         """The bank, on the device."""
 
-    def keep_gradients(self, run: Run, used_JE: np.ndarray, bank: Bank) -> None:
+    def keep_gradients(self, period: Period, used_JE: np.ndarray, bank: Bank) -> None:
         """Takes the gradients of a bank; those of experts that are not used are zero."""
 
 
@@ -60,9 +61,9 @@ class LayeredGradients:
     """Gradients and evaluation of a model whose experts are not all on the devices.
 
     Attributes:
-        runs: the model's runs of blocks, first to last.
+        periods: the model's periods, first to last.
         token_sums: function that returns the token sums of an evaluation from the decoder's
-            last activations (`RunPrograms.token_sums`).
+            last activations (`PeriodPrograms.token_sums`).
     """
 
     def __init__(
@@ -76,10 +77,10 @@ class LayeredGradients:
         """Traces nothing yet.
 
         Args:
-            slots: runs whose experts may be on the device at once, at least 2.
+            slots: periods whose experts may be on the device at once, at least 2.
         """
-        self._config, self._slots, self.runs = config, slots, model_runs(config)
-        programs = RunPrograms(config, loss, num_microbatches)
+        self._config, self._slots, self.periods = config, slots, model_periods(config)
+        programs = PeriodPrograms(config, loss, num_microbatches)
         jit = functools.partial(jax.jit, compiler_options=compiler_options)
         self._begin, self._begin_eval = jit(programs.begin), jit(programs.begin_eval)
         self._end_eval, self._zeros = jit(programs.end_eval), jit(programs.zeros)
@@ -96,7 +97,7 @@ class LayeredGradients:
             banks: gets the gradients of those.
 
         Returns:
-            gradients of `dense`, and what each run measured (`joined` adds it up).
+            gradients of `dense`, and what each period measured (`joined` adds it up).
         """
         inputs, message, first = self._begin(self._split(dense)[0], batch, key)
         *forward, _ = self._forward_sweep(
@@ -112,30 +113,31 @@ class LayeredGradients:
             banks, dense, inputs, message, first, is_training=False
         )
         of_stack: dict[str, list] = {name: [] for name in stack_names(self._config)}
-        for run, each in zip(self.runs, stats, strict=True):
-            of_stack[run.stack].append(each)
+        for period, each in zip(self.periods, stats, strict=True):
+            of_stack[period.stack].append(each)
         return self._end_eval(messages[-1], of_stack)
 
-    # The order of runs.
+    # The order of periods.
 
     def _forward_sweep(
         self, banks: ExpertBanks, dense, inputs, message, first, *, is_training: bool
     ):
-        """Inputs of all runs and the output of the last; `used_JE` and choices of all runs; the
-        dense parameters of the last (`first` has those of the first), gathered; statistics."""
-        runs, (blocks, shared) = self.runs, self._split(dense)
-        used = [banks.expected(run) for run in runs]
-        messages, choices = [message], [None] * len(runs)
-        chosen, stats = [None] * len(runs), [None] * len(runs)
+        """Inputs of all periods and the output of the last; `used_JE` and choices of all
+        periods; the dense parameters of the last (`first` has those of the first), gathered;
+        statistics."""
+        periods, (blocks, shared) = self.periods, self._split(dense)
+        used = [banks.expected(period) for period in periods]
+        messages, choices = [message], [None] * len(periods)
+        chosen, stats = [None] * len(periods), [None] * len(periods)
         held: dict[int, Bank] = {}
         gathered = {0: first}
         number, unchecked = 0, None
-        while number < len(runs) or unchecked is not None:
-            if number < len(runs):
-                run, end = runs[number], min(number + self._slots - 1, len(runs))
+        while number < len(periods) or unchecked is not None:
+            if number < len(periods):
+                period, end = periods[number], min(number + self._slots - 1, len(periods))
                 self._hold(held, banks, FORWARD, used, range(number, end))
-                if end < len(runs):
-                    banks.prefetch(runs[end], FORWARD, used[end])
+                if end < len(periods):
+                    banks.prefetch(periods[end], FORWARD, used[end])
                 (
                     message,
                     chosen[number],
@@ -143,7 +145,7 @@ class LayeredGradients:
                     gathered[number + 1],
                     choices[number],
                 ) = self._forward(
-                    Kind.of(run),
+                    Kind.of(period),
                     is_training,
                     blocks,
                     gathered[number],
@@ -151,68 +153,70 @@ class LayeredGradients:
                     shared,
                     inputs,
                     messages[number],
-                    np.int32(run.place),
+                    np.int32(period.number),
                 )
-                if run.is_last and number + 1 < len(runs):
+                if period.is_last and number + 1 < len(periods):
                     message = self._link(inputs["rows"], message)
                 messages[number + 1 :] = [messages[number] | message]
             if unchecked is not None:
-                chosen_JE = np.asarray(chosen[unchecked])  # waits for that run
+                chosen_JE = np.asarray(chosen[unchecked])  # waits for that period
                 if np.any(chosen_JE & ~used[unchecked]):
                     used[unchecked] = used[unchecked] | chosen_JE
                     held.clear()
                     number, unchecked = unchecked, None
                     continue
-                if number < len(runs):
+                if number < len(periods):
                     del gathered[unchecked]
-            unchecked = number if number < len(runs) else None
+            unchecked = number if number < len(periods) else None
             number += 1
         used = [np.asarray(each) for each in chosen]
-        return messages, used, choices, gathered[len(runs) - 1], stats
+        return messages, used, choices, gathered[len(periods) - 1], stats
 
     def _backward_sweep(
         self, banks: ExpertBanks, dense, inputs, messages, used, choices, last, scale
     ):
-        """See `gradients`; `last` has the dense parameters of the last run, gathered."""
+        """See `gradients`; `last` has the dense parameters of the last period, gathered."""
         blocks, shared = self._split(dense)
         d_blocks, d_shared, d_message = self._zeros(blocks, shared, messages.pop())
         held: dict[int, Bank] = {}
         results, kept, gathered = [], None, last
-        for number in reversed(range(len(self.runs))):
-            run, end = self.runs[number], max(number - self._slots + 1, -1)
+        for number in reversed(range(len(self.periods))):
+            period, end = self.periods[number], max(number - self._slots + 1, -1)
             self._hold(held, banks, BACKWARD, used, range(number, end, -1))
             if end >= 0:
-                banks.prefetch(self.runs[end], BACKWARD, used[end])
-            d_message, d_blocks[run.stack], d_shared, d_bank, result, gathered = self._backward(
-                Kind.of(run),
-                blocks,
-                gathered,
-                held.pop(number),
-                shared,
-                inputs,
-                messages.pop(),
-                np.int32(run.place),
-                d_message,
-                d_blocks[run.stack],
-                d_shared,
-                scale,
-                choices.pop(),
+                banks.prefetch(self.periods[end], BACKWARD, used[end])
+            d_message, d_blocks[period.stack], d_shared, d_bank, result, gathered = (
+                self._backward(
+                    Kind.of(period),
+                    blocks,
+                    gathered,
+                    held.pop(number),
+                    shared,
+                    inputs,
+                    messages.pop(),
+                    np.int32(period.number),
+                    d_message,
+                    d_blocks[period.stack],
+                    d_shared,
+                    scale,
+                    choices.pop(),
+                )
             )
             results.insert(0, result)
-            if run.is_first and number > 0:
+            if period.is_first and number > 0:
                 d_message = self._link_back(inputs["rows"], messages[-1], d_message)
             if kept is not None:
-                banks.keep_gradients(*kept)  # waits for that run, while this one computes
-            kept = run, used[number], d_bank
+                banks.keep_gradients(*kept)  # waits for that period, while this one computes
+            kept = period, used[number], d_bank
         banks.keep_gradients(*kept)
         names = stack_names(self._config)
         return join_blocks(self._config, tuple(d_blocks[n] for n in names), d_shared), results
 
     def _hold(self, held, banks, sweep: int, used, numbers) -> None:
-        """Fetches the banks of these runs, unless they are there."""
+        """Fetches the banks of these periods, unless they are there."""
         for number in numbers:
             if number not in held:
-                held[number] = banks.fetch(self.runs[number], sweep, used[number])
+                held[number] = banks.fetch(self.periods[number], sweep, used[number])
 
     def _split(self, dense):
         blocks, shared = split_blocks(self._config, dense)

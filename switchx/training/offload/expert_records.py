@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experts of a run on a disk: fetched for a run of blocks, updated, saved and restored.
+"""The experts of a run on a disk: fetched for a period, updated, saved and restored.
 
 SE-MoE (Shen et al. 2022, arXiv:2205.10034), section 2.2, Figure 3: experts that will be used
 come from the disk into a cache in host memory, and from there to the device. A record changes
@@ -11,8 +11,8 @@ Where several processes train, each has the records of its own devices' experts
 (disk_banks.py), and a store, cache and prefetch of its own. Which experts a step used, and
 how many updates each has had, is known to all of them.
 
-Dims: D model, F ffn, N Switch layers, E experts, J Switch layers of a run, X rows of experts
-that a run uses
+Dims: D model, F ffn, N Switch layers, E experts, J Switch layers of a period, X rows of experts
+that a period uses
 """
 
 import collections
@@ -29,9 +29,9 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from switchx.fields import require
 from switchx.models.params import abstract_params
-from switchx.models.stages import Run, model_runs, stack_names
+from switchx.models.stages import Period, model_periods, stack_names
 from switchx.partitioning.mesh import cpu_device
-from switchx.storage.cache import BACKWARD, SWEEPS, UPDATE, Cache, Place, make_policy
+from switchx.storage.cache import BACKWARD, SWEEPS, UPDATE, Cache, Moment, make_policy
 from switchx.storage.cached_store import CachedStore
 from switchx.storage.record import Record, StoreLayout
 from switchx.storage.snapshot import part_of, parts_of
@@ -39,7 +39,7 @@ from switchx.storage.store import NUM_THREADS, RecordStore, process_folder, remo
 from switchx.storage.trace import TraceLog
 from switchx.training.job import TrainingJob
 from switchx.training.offload.disk_banks import DeviceBanks
-from switchx.training.offload.disk_runs import Bank
+from switchx.training.offload.disk_periods import Bank
 from switchx.training.offload.lazy_update import ExpertForm, LazyUpdate
 from switchx.tree import named_leaves
 
@@ -69,7 +69,7 @@ class ExpertRecords:
         self._spec, self._E = job.storage, config.switch.num_experts
         self._lazy = LazyUpdate(job.optimizer, job.schedule)
         leaves = named_leaves(abstract_params(config))
-        self.runs = model_runs(config)
+        self.periods = model_periods(config)
 
         def form(names):
             return self._lazy.form(
@@ -81,10 +81,10 @@ class ExpertRecords:
 
         self._forms: dict[int, ExpertForm] = {}  # of each Switch layer
         for stack in stack_names(config):
-            runs = [run for run in self.runs if run.stack == stack]
-            forms = [form(names) for names in runs[0].names]
-            for run in runs:
-                self._forms |= zip(run.layers, forms, strict=True)
+            periods = [period for period in self.periods if period.stack == stack]
+            forms = [form(names) for names in periods[0].names]
+            for period in periods:
+                self._forms |= zip(period.layers, forms, strict=True)
         layers = dict(zip(config.sparse_layer_names, self._forms.values(), strict=True))
         self.layout = StoreLayout({name: f.types for name, f in layers.items()}, self._E)
         params = {
@@ -101,7 +101,7 @@ class ExpertRecords:
         self._sweeps = 0  # steps and batches of evaluation
         self._steps = 0
         self._last_step_NE = np.zeros(self.layout.num_keys, np.int64)
-        self._requested: set[tuple[Run, int]] = set()
+        self._requested: set[tuple[Period, int]] = set()
         # By layer: its experts with a gradient, and the gradients.
         self._gradients: dict[int, tuple[np.ndarray, dict[str, np.ndarray]]] = {}
         self._counts: collections.Counter[str] = collections.Counter()
@@ -176,11 +176,11 @@ class ExpertRecords:
         self._requested.clear()
         self._last_step_NE[:] = self._steps + 1 - LATELY
 
-    def begin(self, draw: Callable[[Run], Mapping[str, Any]]) -> None:
+    def begin(self, draw: Callable[[Period], Mapping[str, Any]]) -> None:
         """Stores experts that were never updated.
 
         Args:
-            draw: parameters `[E, ...]` of a run's experts by path, with the sharding of
+            draw: parameters `[E, ...]` of a period's experts by path, with the sharding of
                 `banks`, or on the host.
         """
 
@@ -190,9 +190,9 @@ class ExpertRecords:
             return np.asarray(leaf)[self._own_E]
 
         def records():
-            for run in self.runs:
-                params = {name: own(leaf) for name, leaf in draw(run).items()}
-                for n, names in zip(run.layers, run.names, strict=True):
+            for period in self.periods:
+                params = {name: own(leaf) for name, leaf in draw(period).items()}
+                for n, names in zip(period.layers, period.names, strict=True):
                     for i, e in enumerate(self._own_E.tolist()):
                         one = {name: params[name][i][None] for name in names}
                         yield n * self._E + e, self._lazy.first_record(self._forms[n], one)
@@ -209,11 +209,11 @@ class ExpertRecords:
         whole = {name: np.asarray(leaf) for name, leaf in leaves.items()}
 
         def records():
-            for run in self.runs:
-                for n in run.layers:
+            for period in self.periods:
+                for n in period.layers:
                     names = self._forms[n].types
                     for e in self._own_E.tolist():
-                        arrays = {name: whole[name][run.place, e] for name in names}
+                        arrays = {name: whole[name][period.number, e] for name in names}
                         yield n * self._E + e, Record(arrays, updates)
 
         self._write_all(records(), updates)
@@ -275,23 +275,23 @@ class ExpertRecords:
         self._requested.clear()
         self._gradients.clear()
 
-    def expected(self, run: Run) -> np.ndarray:
-        last_JE = self._last_step_NE.reshape(-1, self._E)[list(run.layers)]
+    def expected(self, period: Period) -> np.ndarray:
+        last_JE = self._last_step_NE.reshape(-1, self._E)[list(period.layers)]
         return self._steps - last_JE <= LATELY
 
-    def prefetch(self, run: Run, sweep: int, used_JE: np.ndarray) -> None:
-        self._requested.add((run, sweep))
-        layers = list(zip(run.layers, used_JE, strict=True))
+    def prefetch(self, period: Period, sweep: int, used_JE: np.ndarray) -> None:
+        self._requested.add((period, sweep))
+        layers = list(zip(period.layers, used_JE, strict=True))
         for n, used_E in layers[::-1] if sweep == BACKWARD else layers:
             own = np.flatnonzero(used_E & self.banks.is_own_E)
             self._request(n * self._E + own, sweep, n)
 
-    def fetch(self, run: Run, sweep: int, used_JE: np.ndarray) -> Bank:
-        if (run, sweep) not in self._requested:
-            self.prefetch(run, sweep, used_JE)
-        self._requested.discard((run, sweep))
+    def fetch(self, period: Period, sweep: int, used_JE: np.ndarray) -> Bank:
+        if (period, sweep) not in self._requested:
+            self.prefetch(period, sweep, used_JE)
+        self._requested.discard((period, sweep))
         bank: Bank = {}
-        for n, used_E in zip(run.layers, used_JE, strict=True):
+        for n, used_E in zip(period.layers, used_JE, strict=True):
             expert_X = self.banks.rows(used_E)
             own = self.banks.own_rows(expert_X)
             keys = n * self._E + expert_X[own]
@@ -311,8 +311,8 @@ class ExpertRecords:
             bank |= self.banks.put(rows, expert_X)
         return bank
 
-    def keep_gradients(self, run: Run, used_JE: np.ndarray, bank: Bank) -> None:
-        for n, names, used_E in zip(run.layers, run.names, used_JE, strict=True):
+    def keep_gradients(self, period: Period, used_JE: np.ndarray, bank: Bank) -> None:
+        for n, names, used_E in zip(period.layers, period.names, used_JE, strict=True):
             self._last_step_NE[n * self._E + np.flatnonzero(used_E)] = self._steps
             if np.any(used_E):
                 expert_X = self.banks.rows(used_E)
@@ -370,9 +370,9 @@ class ExpertRecords:
 
     def _request(self, keys: np.ndarray, sweep: int, n: int) -> None:
         if len(keys):
-            place = Place(self._sweeps, sweep, n)
-            self._cached.request(keys, place)
-            self._trace.add(keys, place)
+            moment = Moment(self._sweeps, sweep, n)
+            self._cached.request(keys, moment)
+            self._trace.add(keys, moment)
 
     def _get(self, key: int) -> Record:
         """A requested record, as it is stored."""

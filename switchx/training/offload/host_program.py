@@ -18,8 +18,8 @@ from switchx.fields import require
 from switchx.models.layer_loop import use_layer_loop
 from switchx.models.params import init_params
 from switchx.models.stages import (
-    init_run_experts,
-    model_runs,
+    init_period_experts,
+    model_periods,
     without_experts,
 )
 from switchx.partitioning.mesh import HOST, platform_of
@@ -118,12 +118,12 @@ class HostProgram(TrainingProgram):
         given = {} if params is None else tree.named_leaves(params)
         dense = without_experts(init_params(job.model, key) if params is None else params)
         experts = {}
-        for run in model_runs(job.model):
-            for name in (name for names in run.names for name in names):
-                if name in experts:  # of all runs of the stack
+        for period in model_periods(job.model):
+            for name in (name for names in period.names for name in names):
+                if name in experts:  # of all periods of the stack
                     continue
                 if params is None:
-                    draw = functools.partial(_drawn, job.model, run, name, key=key)
+                    draw = functools.partial(_drawn, job.model, period, name, key=key)
                 else:
                     draw = functools.partial(to_device, given[name])
                 num_layers = tree.named_leaves(like.params)[name].shape[0]
@@ -192,5 +192,5 @@ def _is_experts(name: str, leaf) -> bool:
     return param_table(dims_of(path.rpartition("/")[2], leaf.ndim)) == "expert_params"
 
 
-def _drawn(config, run, name: str, n, *, key):
-    return init_run_experts(config, run, n, key)[name]
+def _drawn(config, period, name: str, n, *, key):
+    return init_period_experts(config, period, n, key)[name]

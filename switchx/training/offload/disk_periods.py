@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The computations of one run of blocks: forward, and backward from the kept input.
+"""The computations of one period: forward, and backward from the kept input.
 
 SE-MoE (Shen et al. 2022, arXiv:2205.10034), section 2.2. Pure functions of the dense
-parameters, a bank of the run's experts, and all microbatches of a batch; `disk_step.py`
+parameters, a bank of the period's experts, and all microbatches of a batch; `disk_step.py`
 compiles them and calls them in order. The loss, the microbatches and the keys are those of
 `training/step.py`, the chunks and their objective those of a pipeline (`stack_lane`), so the
 gradients are the same, on any mesh without stages.
 
-Where dense parameters have slices of D on the devices (`fsdp`), the program of a run also
+Where dense parameters have slices of D on the devices (`fsdp`), the program of a period also
 gathers those of the next one (backward: of the one before), so that they are there when it
-begins: the paper's horizontal prefetch. It takes its own gathered from the run before.
+begins: the paper's horizontal prefetch. It takes its own gathered from the period before.
 
 Dims: B batch, L length, D model, M microbatches (in `message_shapes`: memory), J Switch layers
-of a run, E experts, S choices of a token, X choices of all tokens
+of a period, E experts, S choices of a token, X choices of all tokens
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from switchx.models.config import ModelConfig
 from switchx.models.stages import (
     BLOCKS,
     Chunk,
-    Run,
+    Period,
     link_stacks,
     message_shapes,
     split_blocks,
@@ -56,19 +56,19 @@ Bank = dict[str, jax.Array]
 
 
 class Kind(NamedTuple):
-    """The properties of a run that its compiled program depends on."""
+    """The properties of a period that its compiled program depends on."""
 
     stack: str
     is_first: bool
     is_last: bool
 
     @classmethod
-    def of(cls, run: Run) -> "Kind":
-        return cls(run.stack, run.is_first, run.is_last)
+    def of(cls, period: Period) -> "Kind":
+        return cls(period.stack, period.is_first, period.is_last)
 
 
 class Measured(NamedTuple):
-    """The terms that a run adds to a step.
+    """The terms that a period adds to a step.
 
     Attributes:
         stats: statistics of its Switch layers, `[J, ...]`, summed over microbatches; None
@@ -85,7 +85,7 @@ class Measured(NamedTuple):
 
 
 def joined(results: list[Measured]):
-    """The loss, token sums, routing statistics and squares of all runs, first to last."""
+    """The loss, token sums, routing statistics and squares of all periods, first to last."""
     sums = [(each.value, each.sums, each.squares) for each in results]
     value, sums, squares = functools.reduce(functools.partial(jax.tree.map, jnp.add), sums)
     return value, sums, stacked([each.stats for each in results]), squares
@@ -99,11 +99,11 @@ def stacked(stats: list[RoutingStats | None]) -> RoutingStats | None:
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *found)
 
 
-class RunPrograms:
-    """The functions of a model's runs that are compiled."""
+class PeriodPrograms:
+    """The functions of a model's periods that are compiled."""
 
     def __init__(self, config: ModelConfig, loss: LossConfig, num_microbatches: int):
-        # Backward computes a run again as it is; remat would do so within it once more.
+        # Backward computes a period again as it is; remat would do so within it once more.
         self._config = dataclasses.replace(config, remat="none")
         self._replaying = _replaying(self._config)
         self._loss, self._num_microbatches = loss, num_microbatches
@@ -116,8 +116,8 @@ class RunPrograms:
         return cross_entropy_of(embedding, x_BLD, targets_BL, weights_BL, loss)
 
     def begin(self, blocks, batch, key):
-        """The inputs of all runs, the message before the first run, which it does not read, and
-        the gathered dense parameters of that run (`gathered_run`).
+        """The inputs of all periods, the message before the first period, which it does not
+        read, and the gathered dense parameters of that period (`gathered_period`).
 
         Args:
             blocks: dense parameters of each stack's blocks, by the stack's name, as in all of
@@ -143,7 +143,7 @@ class RunPrograms:
 
     def end_eval(self, message, stats: dict[str, list[RoutingStats | None]]):
         """The last activations `[B, L, D]`, and the statistics of all Switch layers (None for
-        none) from those of each stack's runs."""
+        none) from those of each stack's periods."""
         of_stacks = map(stacked, (stats.get("encoder", []), stats["decoder"]))
         return message["x_BLD"][0], join_stacks(*of_stacks)
 
@@ -163,7 +163,7 @@ class RunPrograms:
         return constrain_named(transpose(d_linked)[0])
 
     def _first_dense(self, blocks):
-        return gathered_run(blocks, stack_names(self._config)[0], 0)
+        return gathered_period(blocks, stack_names(self._config)[0], 0)
 
     def _first_message(self, rows):
         shapes = self._message(stack_names(self._config)[0], rows)
@@ -178,21 +178,21 @@ class RunPrograms:
     def forward(
         self, kind: Kind, is_training: bool, blocks, dense, bank, shared, inputs, message, place
     ):
-        """A run's activations, and what its routers chose.
+        """A period's activations, and what its routers chose.
 
         Args:
-            dense: the run's parameters but those of experts, gathered by the run before; None
-                where `gathered_run` gives none.
+            dense: the period's parameters but those of experts, gathered by the period before;
+                None where `gathered_period` gives none.
 
         Returns:
             Activations `[M, B, L, D]`; `used_JE` by all microbatches; in evaluation, the
-            statistics of the one that it has; `dense` of the next run; in training, the
+            statistics of the one that it has; `dense` of the next period; in training, the
             choices `[M, B, L, J, S]` that backward gives to routers that replay.
         """
         ahead = self._neighbour(kind, 1)
-        ahead = ahead and gathered_run(blocks, *ahead(blocks, place))
+        ahead = ahead and gathered_period(blocks, *ahead(blocks, place))
         chunk = Chunk(self._config, kind.stack, 1, is_training)
-        mine = _run_params(kind.stack, blocks, dense, bank, place)
+        mine = _period_params(kind.stack, blocks, dense, bank, place)
 
         def microbatch(_, item):
             number, message = item
@@ -211,10 +211,10 @@ class RunPrograms:
         return message, whole(jnp.any(used_MJE, axis=0)), stats, ahead, chosen_MBLJS
 
     def _neighbour(self, kind: Kind, way: int):
-        """The place of the run after (`way` 1) or before (-1); None where there is none.
+        """The place of the period after (`way` 1) or before (-1); None where there is none.
 
         Returns:
-            A function of blocks and the run's place that returns the stack and the place.
+            A function of blocks and the period's place that returns the stack and the place.
         """
         names, stack = stack_names(self._config), kind.stack
         if not (kind.is_last if way == 1 else kind.is_first):
@@ -254,22 +254,23 @@ class RunPrograms:
         scale,
         chosen_MBLJS,
     ):
-        """The gradient of the input, the sums with this run's gradients, and the bank's.
+        """The gradient of the input, the sums with this period's gradients, and the bank's.
 
         Args:
-            dense: as in `forward`; the dense parameters of the run before are returned last.
+            dense: as in `forward`; the dense parameters of the period before are returned last.
             d_message: gradient of the output.
-            d_blocks: gradients of the whole stack's blocks; this run's part of them is written.
-            d_shared: gradients of the shared parameters, summed over runs; this run's are
+            d_blocks: gradients of the whole stack's blocks; this period's part of them is
+                written.
+            d_shared: gradients of the shared parameters, summed over periods; this period's are
                 added.
             chosen_MBLJS: the choices of forward, or None. Computed again, a near tie might be
                 decided in another way, for an expert that is not in the bank.
         """
         ahead = self._neighbour(kind, -1)
-        ahead = ahead and gathered_run(blocks, *ahead(blocks, place))
+        ahead = ahead and gathered_period(blocks, *ahead(blocks, place))
         config = self._config if chosen_MBLJS is None else self._replaying
         lane = stack_lane(config, self._loss, kind.stack, 1, None)
-        mine = _run_params(kind.stack, blocks, dense, bank, place)
+        mine = _period_params(kind.stack, blocks, dense, bank, place)
 
         def differentiated(number, message, d_message, chosen_BLJS):
             op = _op(kind, number, place)
@@ -311,7 +312,8 @@ class RunPrograms:
         return constrain_named(d_message), d_blocks, d_shared, d_bank, measured, ahead
 
     def _with_choices(self, stack: str, blocks, inputs, chosen_BLJS):
-        """The inputs with a run's choices in the place of every run's; it reads its own."""
+        """The inputs with a period's choices in the place of every period's; it reads its
+        own."""
         if chosen_BLJS is None:
             return inputs
         M, (B, L, J, S) = inputs["rows"][f"{stack}_segment_ids"].shape[1], chosen_BLJS.shape
@@ -334,10 +336,10 @@ def _replaying(config: ModelConfig) -> ModelConfig | None:
     return dataclasses.replace(config, switch=dataclasses.replace(switch, router=router))
 
 
-def gathered_run(blocks, stack: str, place):
-    """The dense parameters `[1, ...]` of a run with all of D on each device; None where no
-    device has slices of D, and a run takes its own as they are."""
-    # Sliced first and gathered then: XLA would gather the slices of all runs.
+def gathered_period(blocks, stack: str, place):
+    """The dense parameters `[1, ...]` of a period with all of D on each device; None where no
+    device has slices of D, and a period takes its own as they are."""
+    # Sliced first and gathered then: XLA would gather the slices of all periods.
     return gathered_params(constrain_params(_slices(blocks[stack], place)))
 
 
@@ -345,8 +347,8 @@ def _slices(blocks, place):
     return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, place, 1), blocks)
 
 
-def _run_params(stack: str, blocks, dense, bank: Bank, place) -> dict[str, Any]:
-    """The parameters `[1, ...]` of one run: its slices of the stack's, and its experts."""
+def _period_params(stack: str, blocks, dense, bank: Bank, place) -> dict[str, Any]:
+    """The parameters `[1, ...]` of one period: its slices of the stack's, and its experts."""
     own = _slices(blocks[stack], place) if dense is None else dense
     leaves = tree.named_leaves({stack: {BLOCKS: own}})
     leaves |= {name: leaf[None] for name, leaf in bank.items()}
@@ -354,12 +356,12 @@ def _run_params(stack: str, blocks, dense, bank: Bank, place) -> dict[str, Any]:
 
 
 def _op(kind: Kind, microbatch, place) -> Op:
-    """A run of a microbatch, as the only one of a tick."""
+    """A period of a microbatch, as the only one of a tick."""
     return Op(
         microbatch=microbatch,
         chunk=0,
         slot=0,
-        place=place,
+        chunk_in_stack=place,
         is_active=True,
         is_first=kind.is_first,
         is_last=kind.is_last,

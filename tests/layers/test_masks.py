@@ -3,7 +3,7 @@
 
 import numpy as np
 
-from switchx.models.block import causal_mask, segment_mask
+from switchx.layers.attention import causal_mask, segment_mask
 
 SEGMENT_BL = np.array([[1, 1, 1, 2, 2, 0], [1, 1, 0, 0, 0, 0]])
 

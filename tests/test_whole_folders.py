@@ -8,7 +8,7 @@ import zlib
 
 import pytest
 
-from switchx.manifest import (
+from switchx.whole_folders import (
     checksum_of,
     damages,
     new_folder,

@@ -19,10 +19,10 @@ from switchx.data.tasks import Task
 from switchx.data.text_metrics import Accuracy, Bleu, ChrF, MetricResult
 from switchx.data.tokenizers import ByteVocabulary
 from switchx.data.vocabularies import read_or_trained
+from switchx.generated_evaluation import JobTexts, answer, ask, mean_results, rank_choices
 from switchx.models.adapters import LoRASpec
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.partitioning.mesh import MeshSpec
-from switchx.text_evaluation import JobTexts, answer, ask, mean_results, rank_choices
 from switchx.training.offload.storage_spec import StorageSpec
 from switchx.training.programs import compiled_program
 from switchx.training.start import evaluator_of

@@ -211,7 +211,9 @@ def test_wrong_numbers_are_refused(make, words):
 
 
 def test_blocks_that_do_not_divide_are_refused_with_what_does():
-    with refused("12 decoder blocks, 6 runs of 2, do not divide over 4 stages of 1 chunk(s)"):
+    with refused(
+        "12 decoder blocks, 6 periods of 2, do not divide over 4 stages of 1 chunk(s)"
+    ):
         ScheduleSpec().check_blocks(4, 6, 2, "decoder")
     ScheduleSpec("interleaved", 2).check_blocks(4, 16, 2, "decoder")
 
