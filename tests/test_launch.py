@@ -13,7 +13,7 @@ from switchx.cli.arguments import gin_of
 from switchx.cli.main import _parse, _parser
 from switchx.cli.train import STOPPED_STATUS
 from switchx.gin_config import building
-from switchx.training.loop import TrainingStopped
+from switchx.training.stopping import TrainingStopped
 from tests.processes import ROOT
 
 LAUNCH = ROOT / "launch"

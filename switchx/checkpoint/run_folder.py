@@ -72,7 +72,7 @@ class RunFolder:
     model_gin = _inside("model.gin")  # the model alone, as a gin file
     git_commit = _inside("git_commit.txt")  # the code that ran
     initialization = _inside("initialization.json")  # what INIT_FROM took from where
-    taught_by = _inside("taught_by.json")  # the one teacher of a student, training/start.py
+    taught_by = _inside("taught_by.json")  # the one teacher of a student (TaughtProgram)
     adapter = _inside("adapter.json")  # the base of a run of adapters, adapter_run.py
     corpora = _inside("corpora.json")  # what of the files of the data was read, and left out
     # The vocabulary's copy is in vocabulary.*, see data/vocabularies.py.

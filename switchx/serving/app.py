@@ -30,6 +30,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from switchx.serving import admission
 from switchx.serving.answers import GenerateForm, JSONResponse
 from switchx.serving.chat import ChatForm
 from switchx.serving.completions import CompletionForm
@@ -250,7 +251,7 @@ class Entrance:
                 )
         most = self._models.limits.max_connections
         if self._num_connections() > most:
-            return Refusal(503, f"{most} connections are open; try later", retry_after_s=1)
+            return admission.too_many_connections(most)
         return None
 
 

@@ -29,6 +29,7 @@ from switchx.inference.artifact import is_artifact
 from switchx.inference.config import ExpertSlots
 from switchx.partitioning.compiler_options import CompilerOptions
 from switchx.partitioning.mesh import MeshSpec
+from switchx.serving import admission
 from switchx.serving.history import MOST_SHAPES
 from switchx.serving.limits import Limits
 from switchx.serving.metrics import Metrics
@@ -128,7 +129,7 @@ class Models:
             Refusal: 503, the server stops.
         """
         if self.is_draining:
-            raise Refusal(503, "the server is stopping; ask another one", retry_after_s=10)
+            raise admission.stopping()
         self.num_open += 1
         try:
             yield

@@ -7,12 +7,12 @@ answers them; `Events` is what comes back for one of them. models.py has those o
 
 import asyncio
 import contextlib
-import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from switchx.api import Model
 from switchx.fields import require
+from switchx.serving import admission
 from switchx.serving.limits import Limits
 from switchx.serving.metrics import Metrics
 from switchx.serving.request_queue import Answer, Event, Failure, ProgramShape, QueuedInput
@@ -74,7 +74,7 @@ class Service:
         """
         self._require_worker()
         if not self.worker.is_ready:
-            raise Refusal(503, "the server is still compiling; try later", retry_after_s=5)
+            raise admission.compiling()
         self.num_open += 1
         try:
             yield
@@ -114,14 +114,7 @@ class Service:
 
         events = Events(len(inputs), self.limits.request_timeout_s, end)
         if not self._queue.put(inputs):
-            waiting = len(self._queue)
-            raise Refusal(
-                429,
-                f"the queue has {waiting} of {self.limits.max_waiting} inputs, and "
-                f"{len(inputs)} more do not fit; try later",
-                # A guess: all that waits, at a second a batch.
-                retry_after_s=max(1, math.ceil(waiting / self.limits.batch_size)),
-            )
+            raise admission.full_queue(len(self._queue), len(inputs), self.limits)
         self._open.add(events)
         try:
             yield events

@@ -60,6 +60,9 @@ class AdapterProgram(TrainingProgram):
         self.record = _record_of(job, run)
         super().__init__(job, devices)
 
+    def write_records(self, run: RunFolder, *, is_new: bool) -> None:
+        self.record.write(run)  # also of a run that goes on: the base may stand elsewhere now
+
     def _steps(self):
         job, spec = self.job, self.record.spec
         platform = platform_of(self.mesh)

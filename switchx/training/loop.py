@@ -20,7 +20,6 @@ from switchx.data.loader import TrainLoader, evaluation_batches, merge_states
 from switchx.data.mixtures import as_mixture, evaluated_tasks
 from switchx.data.tasks import OpenTask, open_task
 from switchx.files import write_atomically
-from switchx.models.flops import train_flops
 from switchx.training.evaluate import RoutingLog, RoutingSample, evaluated_sums
 from switchx.training.job import TrainingJob
 from switchx.training.program import TrainingProgram
@@ -35,7 +34,7 @@ from switchx.training.start import (
     require_apart,
 )
 from switchx.training.step import TrainState
-from switchx.training.stopping import StopAgreement, stop_signals
+from switchx.training.stopping import StopAgreement, TrainingStopped, diverged, stop_signals
 from switchx.training.telemetry.alarms import Alarm, AlarmWatch
 from switchx.training.telemetry.goodput import Cause, CompileTime, Goodput, StepTimes
 from switchx.training.telemetry.metric_writers import opened_writers, require_writers
@@ -48,7 +47,7 @@ from switchx.training.telemetry.metrics import (
     token_metrics,
 )
 from switchx.training.telemetry.profiling import ProfiledSteps, StepProfiler
-from switchx.training.telemetry.throughput import Interval, Stopwatch
+from switchx.training.telemetry.throughput import Interval, Stopwatch, counted_flops
 from switchx.training.text_evaluation import TextEvaluator, TextLog
 
 logger = logging.getLogger(__name__)
@@ -62,16 +61,6 @@ class Reporter(Protocol):
     def logged(self, step: int, metrics: dict[str, Any]) -> None: ...
     def evaluated(self, step: int, metrics: dict[str, Any]) -> None: ...
     def note(self, text: str) -> None: ...
-
-
-class TrainingStopped(RuntimeError):
-    """Training cannot continue; the state is saved, and the message says what to do.
-
-    Attributes:
-        exit_status: status of a process that ends with it: another attempt changes nothing.
-    """
-
-    exit_status = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,15 +146,15 @@ def train(
             logger.info("opening the data")
             loader = job.loader(program.shard)
             with contextlib.closing(saving), contextlib.closing(loader):
-                # Once: what is read much later is what was there, whatever is done to files.
+                # Opened once: later evaluations read what was there, whatever is done to files.
                 evaluated = open_evaluated(job)
                 if step is None:
                     state = first_state(job, program, first, run, reporter.note)
                 else:
                     step, state, data = saving.resume(program.abstract_state, job.model)
                     loader.restore(merge_states(data))
-                if is_first and job.lora is not None:  # the base may stand elsewhere now
-                    program.record.write(run)
+                if is_first:
+                    program.write_records(run, is_new=step is None)
                 records = corpora_record(job, run, reporter.note) | (records or {})
                 for path, text in records.items() if is_first else ():
                     write_atomically(path, text.encode())
@@ -229,7 +218,7 @@ class _Loop:
         self.skipped = SkippedBatches(run.skipped_batches)
         self.log = MetricsLog(run.metrics, run.tensorboard, after)
         self.validation = MetricsLog(run.validation, run.tensorboard / "validation", after)
-        if jax.process_index() == 0:  # what was measured of checkpoints that come anew
+        if jax.process_index() == 0:  # of checkpoints that this run writes again
             cut_after(run.evaluations, after)
         self.routing = RoutingLog(run.routing, after)
         self.alarms = None
@@ -346,12 +335,7 @@ class _Loop:
     def _log(self, step: int, state: TrainState) -> None:
         self._account()
         seconds = self.watch.read()
-        flops = train_flops(self.job.model, *self.job.sequence_lengths) * self.job.batch_size
-        metrics = self.interval.metrics(seconds, flops)
-        has_frozen = 0.0 in (factor for _, factor in self.job.step.rate_multipliers)
-        if self.job.model.build is not None or self.job.lora is not None or has_frozen:
-            # Counted for our own blocks, all of whose weights have gradients.
-            del metrics["model_flops_per_s"]
+        metrics = self.interval.metrics(seconds, counted_flops(self.job))
         metrics["learning_rate"] = float(self.job.schedule(max(num_updates(state) - 1, 0)))
         metrics["train_seconds"] = seconds
         if self.program.experts is not None:
@@ -423,13 +407,8 @@ class _Loop:
         if saved != step:
             self._save(step, state, None)
         self.checkpointer.wait()
-        raise TrainingStopped(
-            f"{self.skipped_in_a_row} steps in a row had a loss or gradient that is not finite "
-            f"({self.skipped.last(self.skipped_in_a_row)}); the state is saved at step {step}. "
-            "Train with a lower learning rate or clip_norm in a new model_dir, with "
-            f"INIT_FROM={str(self.run.path)!r} and INIT_STEP={step} or that of an earlier "
-            "checkpoint"
-        )
+        skipped = self.skipped.last(self.skipped_in_a_row)
+        raise diverged(self.run.path, step, self.skipped_in_a_row, skipped)
 
 
 def open_evaluated(job: TrainingJob) -> list[OpenTask]:

@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from switchx import tree
 from switchx.axes import dims_of
 from switchx.checkpoint.checkpointer import Experts
+from switchx.checkpoint.run_folder import RunFolder
 from switchx.data.features import Batch
 from switchx.data.loader import Shard
 from switchx.fields import require
@@ -143,6 +144,13 @@ class TrainingProgram:
         parts = batch_parts(self.mesh, self.job.mesh.rules)
         held = self.batch_sharding.addressable_devices_indices_map((parts,)).values()
         return Shard(tuple(sorted({index[0].indices(parts)[0] for index in held})), parts)
+
+    def write_records(self, run: RunFolder, *, is_new: bool) -> None:
+        """Writes into the run folder, by one process, what a special tier alone knows.
+
+        Args:
+            is_new: whether no checkpoint was there when the run was opened.
+        """
 
     def scope(self):
         """The context in which the steps must be called: it sets the mesh and its rules."""

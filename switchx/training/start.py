@@ -77,14 +77,10 @@ def first_state(
 ) -> TrainState:
     """The state at step 0, drawn or of another run.
 
-    Writes into the run folder what the job and its teacher are; says and keeps what came from
-    where.
+    Writes into the run folder what the job is; says and keeps what came from where.
     """
     if jax.process_index() == 0:
         write_run_config(run, job)
-        if job.distillation is not None:
-            record = json.dumps(program.teacher_record, indent=2) + "\n"
-            write_atomically(run.taught_by, record.encode())
     logger.info("reading or drawing the parameters, beginning the optimizer")
     if first is None:
         return program.init_state(None)

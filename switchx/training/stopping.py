@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signals that end training after the step that runs, and the step that all processes stop at.
+"""What ends training: signals, in all processes after the same step, and steps that are not
+finite.
 
 A signal reaches several processes at different steps, or one of them alone (a preempted
 machine). If each stopped at its own, the others would wait in a collective for ever.
@@ -19,6 +20,31 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 logger = logging.getLogger(__name__)
+
+
+class TrainingStopped(RuntimeError):
+    """Training cannot continue; the state is saved, and the message says what to do.
+
+    Attributes:
+        exit_status: status of a process that ends with it: another attempt changes nothing.
+    """
+
+    exit_status = 3
+
+
+def diverged(path, step: int, times: int, skipped: str) -> TrainingStopped:
+    """The error of a run whose last `times` steps were not finite.
+
+    Args:
+        path: the run folder, whose newest checkpoint is of `step`.
+        skipped: the batches of these steps, in words.
+    """
+    return TrainingStopped(
+        f"{times} steps in a row had a loss or gradient that is not finite ({skipped}); the "
+        f"state is saved at step {step}. Train with a lower learning rate or clip_norm in a "
+        f"new model_dir, with INIT_FROM={str(path)!r} and INIT_STEP={step} or that of an "
+        "earlier checkpoint"
+    )
 
 
 class StopRequest(threading.Event):

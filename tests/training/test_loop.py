@@ -24,10 +24,11 @@ from switchx.models.config import SwitchConfig
 from switchx.optim.schedules import InverseSquareRoot
 from switchx.partitioning.mesh import MeshSpec
 from switchx.routing_record import open_record
-from switchx.training.loop import Outcome, TrainingStopped, evaluate_job, train
+from switchx.training.loop import Outcome, evaluate_job, train
 from switchx.training.offload.storage_spec import StorageSpec
 from switchx.training.program import TrainingProgram
 from switchx.training.programs import compiled_program
+from switchx.training.stopping import TrainingStopped
 from tests.cases import slow
 from tests.data.fakes import text_corpus
 from tests.data.refusals import refused

@@ -8,6 +8,7 @@ of the training state: no checkpoint has them.
 
 import dataclasses
 import functools
+import json
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from switchx.checkpoint.restore import (
 from switchx.checkpoint.run_folder import RunFolder, read_model_config
 from switchx.data.vocabularies import load_vocabulary
 from switchx.fields import require
+from switchx.files import write_atomically
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params, init_params
 from switchx.models.stored_experts import TEACHER_IN_STORAGE
@@ -39,7 +41,22 @@ from switchx.training.resume import require_vocabulary_of
 from switchx.training.step import init_key
 
 
-class DistilledProgram(CopiesProgram):
+class TaughtProgram(CopiesProgram):
+    """The programs of a student.
+
+    Attributes:
+        teacher_record: which model the teacher is, as `taught_by.json` of the run has it.
+    """
+
+    teacher_record: dict[str, Any]
+
+    def write_records(self, run: RunFolder, *, is_new: bool) -> None:
+        if is_new:
+            record = json.dumps(self.teacher_record, indent=2) + "\n"
+            write_atomically(run.taught_by, record.encode())
+
+
+class DistilledProgram(TaughtProgram):
     """The programs of a job with a `distillation`.
 
     Attributes:

@@ -31,9 +31,12 @@ from switchx.training.distillation.logits_folder import (
     folder_of_all,
 )
 from switchx.training.distillation.soft_loss import Teacher, WrittenTeacher, taught_by
-from switchx.training.distillation.student import DistilledProgram, require_beside_step
+from switchx.training.distillation.student import (
+    DistilledProgram,
+    TaughtProgram,
+    require_beside_step,
+)
 from switchx.training.evaluate import eval_step
-from switchx.training.expert_copies import CopiesProgram
 from switchx.training.job import TrainingJob
 from switchx.training.program import TrainingProgram
 from switchx.whole_folders import write_manifest
@@ -126,7 +129,7 @@ def has_logits(folder) -> bool:
     return (pathlib.Path(folder).expanduser() / MANIFEST).is_file()
 
 
-class WrittenTeacherProgram(CopiesProgram):
+class WrittenTeacherProgram(TaughtProgram):
     """The programs of a job whose teacher's logits are on a disk."""
 
     def __init__(self, job: TrainingJob, devices=None):

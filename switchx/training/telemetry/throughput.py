@@ -7,7 +7,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from switchx.models.flops import train_flops
 from switchx.moe.balance import max_violation
+from switchx.training.job import TrainingJob
 from switchx.training.step import StepMetrics
 from switchx.training.telemetry.metrics import rms_metrics, routing_metrics, token_metrics
 
@@ -65,8 +67,12 @@ class Interval:
             added = jax.tree.map(np.add, (self._sums, self._routing), added)
         self._sums, self._routing = added
 
-    def metrics(self, seconds: float, flops_per_step: float) -> dict[str, Any]:
-        """Means over the interval's good steps, and rates over its time."""
+    def metrics(self, seconds: float, flops_per_step: float | None) -> dict[str, Any]:
+        """Means over the interval's good steps, and rates over its time.
+
+        Args:
+            flops_per_step: see `counted_flops`; with None no rate of them is given.
+        """
         elapsed_s = max(seconds - self._start_s, 1e-9)
         good_steps = len(self._losses)
         metrics = {
@@ -76,10 +82,20 @@ class Interval:
             "steps_per_s": self._steps / elapsed_s,
             "tokens_per_s": self._input_tokens / elapsed_s,
             "examples_per_s": self._examples / elapsed_s,
-            "model_flops_per_s": flops_per_step * self._steps / elapsed_s,
         }
+        if flops_per_step is not None:
+            metrics["model_flops_per_s"] = flops_per_step * self._steps / elapsed_s
         if good_steps:
             violation_N = np.mean(self._violations, axis=0) if self._violations else None
             metrics |= token_metrics(self._sums)
             metrics |= routing_metrics(self._routing, violation_N) | rms_metrics(self._rms)
         return metrics
+
+
+def counted_flops(job: TrainingJob) -> float | None:
+    """FLOPs of a step of the job's model; None where they are not counted: of modules of one's
+    own, and where some weights have no gradients."""
+    has_frozen = 0.0 in (factor for _, factor in job.step.rate_multipliers)
+    if job.model.build is not None or job.lora is not None or has_frozen:
+        return None
+    return train_flops(job.model, *job.sequence_lengths) * job.batch_size
