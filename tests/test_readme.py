@@ -92,7 +92,7 @@ VARIANTS = {
     "--gin.SwitchConfig.group_size=64 --model_dir=runs/fused": T5,
     f"{EIGHT} {TINY} --gin_file=configs/meshes/data_expert.gin "
     "--gin.SwitchConfig.group_size=64 --gin.SwitchConfig.num_replicas=8 "
-    "--model_dir=runs/replicas": T5,
+    "--model_dir=runs/copies": T5,
     f"switchx {TINY} --gin_file=configs/tasks/stdlib_by_task.gin --model_dir=runs/tasks": T5,
     "switchx train --gin_file=configs/runs/finetune_task.gin "
     "--gin_file=configs/tasks/glue_cola.gin --gin.INIT_FROM=runs/pretrain_tiny "

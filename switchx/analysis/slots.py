@@ -31,7 +31,7 @@ class Setting:
             rounding, padding.
         rule: the rule by which batches are cut into groups. `switchx`: by `group_size`, each
             microbatch alone. `flaxformer`: groups of at most `group_size` places whose number
-            the experts and their replicas on `ranks` devices divide; its capacity does not
+            the experts and their copies on `ranks` devices divide; its capacity does not
             count a token's further choices. `megatron`: each rank's microbatch is one group,
             and all choices of an expert compete alike: those with the largest gates win
             (its drop policy `probs`; priority `gate`), or the first ones (`position`, where

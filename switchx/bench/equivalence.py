@@ -25,7 +25,7 @@ from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 from switchx.models.params import params_of, with_params
 from switchx.moe.config import DISPATCHERS
 from switchx.moe.dispatchers import refusal
-from switchx.moe.experts import ReplicatedWeight
+from switchx.moe.experts import CopiedWeight
 from switchx.moe.layer import SwitchFFN
 from switchx.moe.replay import UNSET
 from switchx.optim.updates import global_norm
@@ -194,7 +194,7 @@ def evaluate(
     The gradients are of the output's product with fixed numbers, plus the auxiliary losses.
 
     Args:
-        expert_of_slot_R: see `moe/expert_copies.py`; None, there are no replicas.
+        expert_of_slot_R: see `moe/expert_copies.py`; None, there are no copies.
         adapters: the adapters that are among `params`; None, there are none.
     """
 
@@ -205,7 +205,7 @@ def evaluate(
             params = with_adapters(params["base"], params["adapters"], adapters)
         if expert_of_slot_R is not None:
             experts = params["experts"]
-            weight = ReplicatedWeight(experts["w_in_EDF"], expert_of_slot_R)
+            weight = CopiedWeight(experts["w_in_EDF"], expert_of_slot_R)
             params = params | {"experts": experts | {"w_in_EDF": weight}}
         y_BLD, stats = with_params(layer, params)(
             x_BLD,

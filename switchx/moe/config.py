@@ -391,7 +391,7 @@ class SwitchConfig:
         exchange_parts: parts of the slots that `all_to_all` and `hierarchical` send apart, so
             that one part travels while another is in the experts; with dropout in the
             experts each part has masks of its own. 1 sends all at once.
-        num_replicas: further slots for experts, which training fills with replicas of the
+        num_replicas: further slots for experts, which training fills with copies of the
             busiest ones, chosen at every evaluation by the load measured there
             (`moe/expert_copies.py`); the experts and these divide over the devices that have
             experts. Where nothing is trained there are none.
@@ -473,7 +473,7 @@ class SwitchConfig:
         require(
             not (self.num_replicas and self.has_attention),
             f"SwitchConfig.num_replicas={self.num_replicas} with sublayers={self.sublayers!r}: "
-            "experts in attention have no replicas; use num_replicas=0, or sublayers='ffn'",
+            "experts in attention have no copies; use num_replicas=0, or sublayers='ffn'",
         )
         require(
             self.router.overflow != "identity" or self.sublayers == "ffn",

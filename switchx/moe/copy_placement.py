@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Placement of experts on devices: replicas by load, or the experts of a device's tasks.
+"""Placement of experts on devices: copies by load, or the experts of a device's tasks.
 
-Replicas are chosen and placed greedily, by the load of each expert.
+Copies are chosen and placed greedily, by the load of each expert.
 
 The two steps of DeepSeek's EPLB (DeepSeek-V3, arXiv:2412.19437, section 3.4): each further
-replica goes to the expert with the largest load a replica; then the replicas, the heaviest
+copy goes to the expert with the largest load a copy; then the copies, the heaviest
 first, each to the least loaded device that has a slot left.
 Dims: N layers, E experts, R slots for experts, P devices
 """
@@ -17,8 +17,8 @@ import numpy as np
 from switchx.fields import require
 
 
-def place_copies(load_NE, num_replicas: int, num_devices: int = 1) -> np.ndarray:
-    """The expert in each slot, int32 `[N, R]`, R = E + `num_replicas`; R / P slots a device.
+def place_copies(load_NE, num_copies: int, num_devices: int = 1) -> np.ndarray:
+    """The expert in each slot, int32 `[N, R]`, R = E + `num_copies`; R / P slots a device.
 
     Every expert has one slot at least. A layer's table depends on its own load alone, and ties
     go to the lower number: all processes compute the same.
@@ -35,9 +35,9 @@ def place_copies(load_NE, num_replicas: int, num_devices: int = 1) -> np.ndarray
         load_NE.ndim == 2 and np.all(np.isfinite(load_NE)) and np.all(load_NE >= 0),
         f"loads {load_NE.shape}; use finite numbers of 0 or more, [layers, experts]",
     )
-    reason = slots_refusal(load_NE.shape[1], num_replicas, num_devices)
+    reason = slots_refusal(load_NE.shape[1], num_copies, num_devices)
     require(reason is None, reason)
-    tables = [_place_layer(load_E, num_replicas, num_devices) for load_E in load_NE]
+    tables = [_place_layer(load_E, num_copies, num_devices) for load_E in load_NE]
     return np.array(tables, np.int32).reshape(len(tables), -1)
 
 
@@ -82,7 +82,7 @@ def place_tasks(
 
 
 def loads_of_devices(load_NE, expert_of_slot_NR, num_devices: int) -> np.ndarray:
-    """The load of each device `[N, P]`, an expert's divided evenly among its replicas."""
+    """The load of each device `[N, P]`, an expert's divided evenly among its copies."""
     load_NE, table_NR = np.asarray(load_NE, np.float64), np.asarray(expert_of_slot_NR)
     E = load_NE.shape[1]
     replicas_NE = np.stack([np.bincount(table_R, minlength=E) for table_R in table_NR])
@@ -97,10 +97,10 @@ def imbalance(load_NP) -> np.ndarray:
     return load_NP.max(axis=-1) / np.maximum(load_NP.mean(axis=-1), 1e-30)
 
 
-def measured_imbalance(load_NE, num_replicas: int = 0) -> Callable[[int], float]:
+def measured_imbalance(load_NE, num_copies: int = 0) -> Callable[[int], float]:
     """The load of the busiest device over the mean load, by the number of devices.
 
-    It is averaged over layers. The experts are on the devices in order; with replicas, in the
+    It is averaged over layers. The experts are on the devices in order; with copies, in the
     slots that `place_copies` gives them.
 
     Args:
@@ -111,17 +111,17 @@ def measured_imbalance(load_NE, num_replicas: int = 0) -> Callable[[int], float]
     @functools.cache
     def of(parts: int) -> float:
         tables = np.tile(np.arange(load_NE.shape[1]), (len(load_NE), 1))
-        if num_replicas:
-            tables = place_copies(load_NE, num_replicas, parts)
+        if num_copies:
+            tables = place_copies(load_NE, num_copies, parts)
         return float(np.mean(imbalance(loads_of_devices(load_NE, tables, parts))))
 
     return of
 
 
-def _place_layer(load_E: np.ndarray, num_replicas: int, num_devices: int) -> np.ndarray:
+def _place_layer(load_E: np.ndarray, num_copies: int, num_devices: int) -> np.ndarray:
     replicas_E = np.ones(len(load_E), np.int64)
     experts = list(range(len(load_E)))
-    for _ in range(num_replicas):
+    for _ in range(num_copies):
         expert = int(np.argmax(load_E / replicas_E))
         replicas_E[expert] += 1
         experts.append(expert)
@@ -136,14 +136,14 @@ def _place_layer(load_E: np.ndarray, num_replicas: int, num_devices: int) -> np.
     return np.array(held).reshape(-1)
 
 
-def slots_refusal(num_experts: int, num_replicas: int, devices: int) -> str | None:
-    """Why the slots of the experts and their replicas cannot be on so many devices; or None."""
-    over = (num_experts + num_replicas) % devices
+def slots_refusal(num_experts: int, num_copies: int, devices: int) -> str | None:
+    """Why the slots of the experts and their copies cannot be on so many devices; or None."""
+    over = (num_experts + num_copies) % devices
     if not over:
         return None
-    fewer, more = num_replicas - over, num_replicas + devices - over
+    fewer, more = num_copies - over, num_copies + devices - over
     return (
-        f"SwitchConfig.num_replicas={num_replicas} with num_experts={num_experts}: "
-        f"{num_experts + num_replicas} slots do not divide over the {devices} devices that "
+        f"SwitchConfig.num_replicas={num_copies} with num_experts={num_experts}: "
+        f"{num_experts + num_copies} slots do not divide over the {devices} devices that "
         f"have experts; use num_replicas={f'{fewer} or {more}' if fewer >= 0 else more}"
     )

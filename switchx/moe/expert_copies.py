@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas of experts: some experts are computed in several places, so that devices are equally
-busy.
+"""Copies of busy experts, so that devices have equal work.
 
 Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 4.1, where heavily loaded experts get
 further devices; DeepSeek-V3 (arXiv:2412.19437), section 3.4, for redundant experts. A bank of R
 slots is gathered from the E experts by a table that says whose copy each slot is. It is data: a
 new table needs no new program. Where the gather is differentiated, the gradients of an expert's
-replicas are added up. `copy_placement.py` makes the tables.
+copies are added up. `copy_placement.py` makes the tables.
 Dims: G groups, T tokens of a group, S choices of a token, E experts, R slots for experts, D
 model, F ffn, N layers, P devices that the experts are split over, X any
 """
@@ -34,10 +33,10 @@ from switchx.partitioning.constrain import current_rules, num_devices, open_axes
 from switchx.partitioning.placement import Placement
 
 
-def replicated(dispatch: Dispatcher, expert_of_slot_R) -> Dispatcher:
+def with_copies(dispatch: Dispatcher, expert_of_slot_R) -> Dispatcher:
     """A dispatcher that runs R slots in the place of E experts: the same numbers.
 
-    The choices that got a slot of an expert's queue go to its replicas by turns, so replicas of
+    The choices that got a slot of an expert's queue go to its copies by turns, so copies of
     one expert differ by one choice of a group at most.
 
     Args:
@@ -89,14 +88,14 @@ def local_slots(expert_of_slot_R) -> Dispatcher:
 def plan_over_slots(plan: RoutingPlan, expert_of_slot_R) -> RoutingPlan:
     """The plan with slots in the place of experts; choices, gates and drops stay the same."""
     E, R = plan.num_experts, len(expert_of_slot_R)
-    replicas_E = jnp.sum(expert_of_slot_R[:, None] == jnp.arange(E)[None], axis=0)
-    first_E = jnp.cumsum(replicas_E) - replicas_E
+    copies_E = jnp.sum(expert_of_slot_R[:, None] == jnp.arange(E)[None], axis=0)
+    first_E = jnp.cumsum(copies_E) - copies_E
     slot_R = stable_argsort(expert_of_slot_R)  # by expert, in their order within one
     expert_GTS = jnp.minimum(plan.expert_GTS, E - 1)
-    replicas_GTS = replicas_E[expert_GTS]
-    chosen_GTS = slot_R[first_E[expert_GTS] + plan.slot_GTS % replicas_GTS]
+    copies_GTS = copies_E[expert_GTS]
+    chosen_GTS = slot_R[first_E[expert_GTS] + plan.slot_GTS % copies_GTS]
     expert_GTS = jnp.where(plan.is_routed_GTS, chosen_GTS, R).astype(jnp.int32)
-    queue_GTS = jnp.where(plan.is_dropped_GTS, plan.capacity, plan.slot_GTS // replicas_GTS)
+    queue_GTS = jnp.where(plan.is_dropped_GTS, plan.capacity, plan.slot_GTS // copies_GTS)
     return dataclasses.replace(
         plan,
         expert_GTS=expert_GTS,

@@ -71,8 +71,8 @@ class AbsentExperts:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class ReplicatedWeight:
-    """A layer's `w_in_EDF` and, beside it, which expert is in which slot (`replicas.py`).
+class CopiedWeight:
+    """A layer's `w_in_EDF` and, beside it, which expert is in which slot (`expert_copies.py`).
 
     Among a model's parameters it takes the place of the weight.
 
@@ -112,15 +112,15 @@ class Experts(nnx.Module):
         ]
         if isinstance(values[0], AbsentExperts):
             return values[0]
-        if isinstance(values[0], ReplicatedWeight):
+        if isinstance(values[0], CopiedWeight):
             values[0] = values[0].w_in_EDF
         return ExpertFFN.of(self.config, *values, key=key)
 
     @property
     def expert_of_slot_R(self) -> jax.Array | None:
-        """The expert in each slot of a bank with replicas; None where there are none."""
+        """The expert in each slot of a bank with copies; None where there are none."""
         weight = self.w_in_EDF.get_value()
-        return weight.expert_of_slot_R if isinstance(weight, ReplicatedWeight) else None
+        return weight.expert_of_slot_R if isinstance(weight, CopiedWeight) else None
 
 
 @jax.tree_util.register_dataclass

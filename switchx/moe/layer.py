@@ -20,7 +20,7 @@ from switchx.layers.ffn import DenseFFN
 from switchx.moe.capacity import into_groups, layer_capacity, layer_groups, out_of_groups
 from switchx.moe.dispatch import gated
 from switchx.moe.dispatchers import choose_dispatcher
-from switchx.moe.expert_copies import local_slots, replicated
+from switchx.moe.expert_copies import local_slots, with_copies
 from switchx.moe.experts import Experts
 from switchx.moe.plan import RoutingPlan, choice_scores, make_plan, rank_experts
 from switchx.moe.quantile_balance import margin_counts, margin_quantiles
@@ -284,7 +284,7 @@ class SwitchFFN(RoutedLayer):
         dispatch = choose_dispatcher(switch, plan, is_training=is_training)
         if (table_R := self.experts.expert_of_slot_R) is not None:
             is_by_task = switch.router.kind == "task"
-            dispatch = local_slots(table_R) if is_by_task else replicated(dispatch, table_R)
+            dispatch = local_slots(table_R) if is_by_task else with_copies(dispatch, table_R)
         y_GTD = dispatch(x_GTD, plan, self.experts.weights(key=key_dropout))
         if switch.router.overflow == "identity":
             gate_GT = jnp.sum(

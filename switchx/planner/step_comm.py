@@ -107,7 +107,8 @@ def sparse_layer(workload: Workload, layout: Layout, stack: str) -> SparseLayer:
     rows = workload.batch_size // layout.num_microbatches
     groups, tokens, capacity = workload.routing(rows, workload.length(stack))
     own = workload.task_slots(layout)
-    replicated = switch.num_experts + switch.num_replicas if switch.num_replicas else None
+    copies = switch.num_replicas
+    with_copies = switch.num_experts + copies if copies else None
     return SparseLayer(
         num_groups=groups,
         tokens_per_group=tokens,
@@ -120,7 +121,7 @@ def sparse_layer(workload: Workload, layout: Layout, stack: str) -> SparseLayer:
         has_bias=switch.expert_bias,
         activation_bytes=workload.activation_bytes,
         param_bytes=workload.param_bytes,
-        num_slots=own or replicated,
+        num_slots=own or with_copies,
         is_local=own is not None,
     )
 

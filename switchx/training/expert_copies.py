@@ -20,7 +20,7 @@ from switchx.models.config import ModelConfig
 from switchx.moe.capacity import layer_groups
 from switchx.moe.config import SwitchConfig
 from switchx.moe.copy_placement import place_copies, place_tasks
-from switchx.moe.experts import ReplicatedWeight
+from switchx.moe.experts import CopiedWeight
 from switchx.partitioning.mesh import PIPE
 from switchx.partitioning.placement import Placement
 from switchx.partitioning.rules import Rules
@@ -152,7 +152,7 @@ def _with_tables(params, expert_of_slot_NR):
         if name not in rows:
             return leaf
         table_NR = jnp.asarray(expert_of_slot_NR)[jnp.asarray(rows[name])]
-        return ReplicatedWeight(leaf, table_NR if leaf.ndim > 3 else table_NR[0])
+        return CopiedWeight(leaf, table_NR if leaf.ndim > 3 else table_NR[0])
 
     return tree.map_named(put, params)
 
@@ -204,5 +204,5 @@ def copies_refusal(switch: SwitchConfig, name: str) -> str:
     """Why experts have no copies where `name` is used."""
     return (
         f"SwitchConfig.num_replicas={switch.num_replicas} with {name}: experts have no "
-        "replicas there; use num_replicas=0, or leave the other out"
+        "copies there; use num_replicas=0, or leave the other out"
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which experts get replicas and where, against EPLB's example and exhaustive search."""
+"""Which experts get copies and where, against EPLB's example and exhaustive search."""
 
 import itertools
 
@@ -69,12 +69,12 @@ def test_equals_what_the_published_program_gives_without_nodes():
 def test_every_expert_has_a_slot_and_no_replica_could_have_gone_to_a_heavier_expert(
     load_E, devices, extra
 ):
-    num_replicas = -len(load_E) % devices + extra * devices
-    table_R = place_copies([load_E], num_replicas, devices)[0]
+    num_copies = -len(load_E) % devices + extra * devices
+    table_R = place_copies([load_E], num_copies, devices)[0]
     replicas_E = np.bincount(table_R, minlength=len(load_E))
-    assert len(table_R) == len(load_E) + num_replicas
+    assert len(table_R) == len(load_E) + num_copies
     assert replicas_E.min() >= 1
-    # Greedy: what an expert had before its last replica was the largest share.
+    # Greedy: what an expert had before its last copy was the largest share.
     share_E = np.array(load_E) / replicas_E
     before = [load / (n - 1) for load, n in zip(load_E, replicas_E, strict=True) if n > 1]
     assert not before or min(before) >= share_E.max() - 1e-9

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas change where experts are computed, and no number: output and raw gradients."""
+"""Copies change where experts are computed, and no number: output and raw gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ import pytest
 
 from switchx.moe import expert_copies
 from switchx.moe.dispatchers import FUNCTIONS
-from switchx.moe.expert_copies import gather_bank, plan_over_slots, replicated
+from switchx.moe.expert_copies import gather_bank, plan_over_slots, with_copies
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
 from tests.cases import slow, slow_unless
@@ -26,7 +26,7 @@ from tests.moe.sharded import (
     name_of,
 )
 
-# Two replicas of expert 2, three of expert 5, one of expert 0; nothing where it was.
+# Two copies of expert 2, three of expert 5, one of expert 0; nothing where it was.
 TABLE = np.array([5, 2, 7, 0, 1, 5, 2, 3, 4, 6, 5, 0, 2, 5, 7, 1], np.int32)
 CELLS = [("gather", MeshSpec(data=2, expert=4)), ("gather", MeshSpec()), *HOMES]
 # Slots exchanged, and inside of the tensor-parallel group.
@@ -37,9 +37,9 @@ DEFAULT = [(name, MOST_AXES[name]) for name in ("all_to_all", "sliced")]
     ("name", "spec"), [slow_unless(cell in DEFAULT, *cell) for cell in CELLS], ids=name_of
 )
 def test_output_and_raw_gradients_are_those_without_replicas(name, spec):
-    """On every mesh: a weight's gradient is the sum of those of its replicas, once."""
+    """On every mesh: a weight's gradient is the sum of those of its copies, once."""
     problem = make_problem()
-    run = answerer(replicated(FUNCTIONS[name], TABLE))
+    run = answerer(with_copies(FUNCTIONS[name], TABLE))
     assert_same(answer_on(spec, name, problem, run), answer(FUNCTIONS["einsum"], problem))
 
 
@@ -80,7 +80,7 @@ def test_a_replica_whose_gradient_is_left_out_is_found(monkeypatch):
     problem = make_problem()
     want = answer(FUNCTIONS["gather"], problem)
     monkeypatch.setattr(expert_copies, "gather_bank", without_last)
-    got = answer(replicated(FUNCTIONS["gather"], TABLE), problem)
+    got = answer(with_copies(FUNCTIONS["gather"], TABLE), problem)
     assert largest_error(got[0], want[0]) < 1e-6
     assert largest_error(got[1][2], want[1][2]) > 1e-2
 

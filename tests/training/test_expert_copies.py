@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas in whole steps and runs: the same gradients, tables by load, resumed to the bit."""
+"""Copies in whole steps and runs: the same gradients, tables by load, resumed to the bit."""
 
 import dataclasses
 
@@ -43,7 +43,7 @@ DEEP = dataclasses.replace(
 DECODER = dataclasses.replace(SPARSE, num_decoder_layers=4, scan_layers=True, remat="full")
 
 
-def with_replicas(config, num_replicas: int, **changes):
+def with_expert_copies(config, num_replicas: int, **changes):
     return with_switch(config, num_replicas=num_replicas, **changes)
 
 
@@ -81,7 +81,7 @@ def test_raw_gradients_of_a_model_are_those_without_replicas(spec, dispatcher, m
     table_NR = place_copies(load_NE, 4, 4)
     assert len({tuple(row) for row in table_NR.tolist()}) == len(table_NR)
     want = gradients_on(None, model)
-    config, step = with_replicas(model, 4, dispatcher=dispatcher), StepConfig(2)
+    config, step = with_expert_copies(model, 4, dispatcher=dispatcher), StepConfig(2)
     got = gradients_on(spec, config, table_NR, step if spec is None else StepConfig())
     assert_close_to_largest(got, want, 1e-5, least=1e-3)
 
@@ -96,12 +96,12 @@ def test_each_layer_has_its_own_row_of_the_table():
 
 PLAIN = make_job(SPARSE, train_steps=4, eval_every=2, checkpoint_every=3)
 REPLICATED = dataclasses.replace(
-    PLAIN, model=with_replicas(SPARSE, 4, dispatcher="gather"), mesh=MeshSpec(expert=4)
+    PLAIN, model=with_expert_copies(SPARSE, 4, dispatcher="gather"), mesh=MeshSpec(expert=4)
 )
 
 
 @pytest.mark.slow  # two runs
-def test_a_run_with_replicas_loses_as_one_without_and_resumes_to_the_bit(tmp_path):
+def test_a_run_with_copies_loses_as_one_without_and_resumes_to_the_bit(tmp_path):
     """Tables are chosen at step 0 and at every evaluation; no step is compiled again."""
     plain, job = PLAIN, REPLICATED
     whole, parts, other = (RunFolder(tmp_path / name) for name in ("whole", "parts", "other"))
@@ -115,14 +115,14 @@ def test_a_run_with_replicas_loses_as_one_without_and_resumes_to_the_bit(tmp_pat
 
 @pytest.mark.slow
 def test_the_number_of_replicas_may_change_on_resume(tmp_path):
-    run, model = RunFolder(tmp_path), with_replicas(SPARSE, 8, dispatcher="gather")
+    run, model = RunFolder(tmp_path), with_expert_copies(SPARSE, 8, dispatcher="gather")
     train(PLAIN, run, Events(), devices=jax.devices()[:1])
     job = dataclasses.replace(REPLICATED, model=model, train_steps=5)
     assert train(job, run, Events()).step == 5
 
 
 def test_tables_follow_the_load():
-    program = compiled_program(make_job(with_replicas(SPARSE, 4), mesh=MeshSpec(expert=4)))
+    program = compiled_program(make_job(with_expert_copies(SPARSE, 4), mesh=MeshSpec(expert=4)))
     before, compiled = program.slot_tables[0], program.train_step
     assert np.bincount(before[0], minlength=8).tolist() == [2, 2, 2, 2, 1, 1, 1, 1]
     program.balance([[1, 1, 1, 1, 1, 1, 1, 30]])
@@ -131,7 +131,7 @@ def test_tables_follow_the_load():
 
 
 @pytest.mark.parametrize(
-    ("replicas", "changes", "message"),
+    ("copies", "changes", "message"),
     [
         (3, dict(mesh=MeshSpec(expert=4)), "11 slots do not divide"),
         (
@@ -144,9 +144,9 @@ def test_tables_follow_the_load():
         (4, dict(mesh=MeshSpec(data=4, pipe=2)), "with mesh axis 'pipe' of size 2"),
     ],
 )
-def test_refusals(replicas, changes, message):
-    job = make_job(with_replicas(DECODER, replicas), **changes)
+def test_refusals(copies, changes, message):
+    job = make_job(with_expert_copies(DECODER, copies), **changes)
     with refused(message):
         compiled_program(job)
     with refused("SwitchConfig.num_replicas=4 with sublayers='attention'"):
-        with_replicas(SPARSE, 4, sublayers="attention")
+        with_expert_copies(SPARSE, 4, sublayers="attention")

@@ -97,7 +97,7 @@ def test_what_is_free_is_not_refused():
     assert {job.storage_refusal(tier, {}) for tier in ("host", "disk")} == {None}
     on_disk = dataclasses.replace(job, storage=StorageSpec("disk"))
     message = said(lambda: compile_step(on_disk, jax.devices()[:1], 1 << 30))
-    assert message.startswith("StorageSpec.experts='disk': a step is a program for each run")
+    assert message.startswith("StorageSpec.experts='disk': a step is a program for each period")
 
 
 @pytest.mark.parametrize(
