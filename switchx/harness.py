@@ -187,8 +187,10 @@ class SwitchxLM(LM):
         if num_cut:
             logger.warning(
                 "%s of %s contexts lose their first tokens: max_length=%s",
-                num_cut, len(asked), self.max_length,
-            )  # fmt: skip
+                num_cut,
+                len(asked),
+                self.max_length,
+            )
         return found
 
     def _written(self, contexts: Sequence[str], asked: dict[str, Any]) -> list[str]:

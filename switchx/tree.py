@@ -2,7 +2,7 @@
 """Pytree paths: names like `decoder/layer_1/ffn/w_in_EDF`, mapping with names, sizes."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -49,3 +49,11 @@ def num_elements(tree: Tree) -> int:
 def num_bytes(tree: Tree) -> int:
     """Bytes of all arrays (or shape structs) together."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def parted(leaves: Sequence, chosen: Sequence[bool]) -> tuple[list, list]:
+    """The leaves that are chosen, and the others."""
+    pairs = list(zip(leaves, chosen, strict=True))
+    return [leaf for leaf, is_in in pairs if is_in], [
+        leaf for leaf, is_in in pairs if not is_in
+    ]

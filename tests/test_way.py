@@ -2,6 +2,7 @@
 """The way of a run, and within a step: the files are those that docs/architecture.md lists."""
 
 import re
+import sys
 
 import jax
 import pytest
@@ -26,6 +27,22 @@ def test_the_way_is_through_the_files_that_the_page_lists(finished_run, heading)
     files = [finished_run.way[moment] for moment in moments]
     assert all(files) and {*listed(heading)} == set().union(*files)
     assert len(listed(heading)) <= most
+
+
+def test_tracing_a_step_enters_no_more_files_than_the_page_says():
+    job, files = make_job(SPARSE), set()
+    program = TrainingProgram(job, jax.devices()[:1])
+    batch = make_batch(job.model, job.batch_size)
+    with program.scope():
+        sys.setprofile(lambda frame, event, _: files.add(frame.f_code.co_filename))
+        try:
+            program.trace_step(batch)
+        finally:
+            sys.setprofile(None)
+    entered = {path for path in files if path.startswith(str(ROOT / "switchx"))}
+    page = (ROOT / "docs/architecture.md").read_text()
+    (most,) = re.findall(r"enters\s+functions of at most (\d+) files", page)
+    assert len(entered) <= int(most)  # fewer where an earlier test traced the same
 
 
 def test_a_step_of_scanned_layers_goes_the_same_way():

@@ -62,9 +62,9 @@ def ours_of(by_name: dict[str, Contender], of: str) -> Contender:
 def row(cell: Cell, each: Contender, ours: Contender) -> dict[str, Any]:
     """One contender in one cell; `speedup` is over our product of unquantized weights.
 
-    `pass` is one of `products.PASSES`. `predicted_us` is of the cost model of the platform, for
-    our products: on Hopper that of their machine code, on a TPU the estimate that chooses
-    tilings, which nothing was fitted for.
+    `pass` is `forward`, `dx`, `dw` or `schedule`. `predicted_us` is of the cost model of the
+    platform, for our products: on Hopper that of their machine code, on a TPU the estimate that
+    chooses tilings, which nothing was fitted for.
     """
     seconds = _predicted_s(cell, each)
     is_schedule = each.of == "schedule"

@@ -33,8 +33,6 @@ CHECKED_ROWS = 8
 # Rows an expert from which on gradients are measured, too: those of training.
 LEAST_OF_GRADIENTS = 64
 MEGABLOX = "jax.experimental.pallas.ops.tpu.megablox"
-# What a row of the table measures: a product, a gradient, or what comes before our product.
-PASSES = ("forward", "dx", "dw", "schedule")
 
 
 def activation_dtype():
@@ -50,7 +48,7 @@ class Product:
         run: `(x_RD, weights, group_sizes_E) -> y_RF`; in a pass `dx`, the rows are the
             gradient with respect to y.
         bits: bits of a weight; None is the number of the rows' bits.
-        of: the pass, one of `PASSES`.
+        of: the pass: `forward`, the gradients `dx` and `dw`, or `schedule`, which comes before.
     """
 
     name: str

@@ -31,7 +31,7 @@ class Contender:
         weight_bytes: bytes of the weights that a call has to read.
         peak_bytes: bytes of arguments and temporaries of the compiled step.
         error: relative error of the checked part of the result against float64.
-        of: the pass, one of `products.PASSES`.
+        of: the pass: `forward`, `dx`, `dw` or `schedule`.
         times_s: measured seconds of a call, one for each round.
     """
 

@@ -123,8 +123,15 @@ def _provenance(arguments: argparse.Namespace, model) -> dict[str, Any]:
     """Where the export comes from, how to make it again, and what texts become for it."""
     from switchx.inference.artifact import is_artifact
 
-    names = ("model_dir", "output", "task", "device_kind", "ring_slots", "batch_size",
-             "input_length")  # fmt: skip
+    names = (
+        "model_dir",
+        "output",
+        "task",
+        "device_kind",
+        "ring_slots",
+        "batch_size",
+        "input_length",
+    )
     given = {name: getattr(arguments, name) for name in names}
     given |= shared.options_of(arguments, DecodingConfig)
     if not is_artifact(arguments.model_dir):

@@ -124,20 +124,20 @@ def _reshape(arguments: argparse.Namespace, reporter) -> tuple[list[dict[str, An
     if record is not None:
         for name in ("reduce", "score", "novice", "upcycle", "share", "num_selected", "every"):
             value = getattr(arguments, name)
-            said = f"--{name}={value} with --merge_adapter has no effect; leave it out"
-            require(value is None or value is False, said)
+            message = f"--{name}={value} with --merge_adapter has no effect; leave it out"
+            require(value is None or value is False, message)
         reporter.note(f"reading {folder.root} and its base {record.spec.base}")
         model = api.load(folder.path, arguments.step)
         _write(arguments, model, model, None)
-        said = f"adapters of rank {record.spec.rank} merged into {record.spec.base}"
-        return [_row("merged", model)], said
+        description = f"adapters of rank {record.spec.rank} merged into {record.spec.base}"
+        return [_row("merged", model)], description
     made = _check(arguments, config)
     job = check_same_model(folder, building.parse_job(*shared.gin_of(arguments, folder)))
     reporter.note(f"reading {folder.root} and its validation text")
     model = api.load(folder.path, arguments.step)
     text = ValidationText.of(job, num_prompts=0, input_length=1)
     rows = [_row("before", model, text)]
-    found, said = _changed(arguments, made, model, text, reporter)
+    found, description = _changed(arguments, made, model, text, reporter)
     reshaped = dataclasses.replace(model, config=found.config, params=found.params)
     rows.append(_row("after", reshaped, text))
     path = folder.checkpoints / str(model.step)
@@ -146,7 +146,7 @@ def _reshape(arguments: argparse.Namespace, reporter) -> tuple[list[dict[str, An
         about += "; the moving average of the parameters stays behind"
     _write(arguments, model, found, state)
     change = rows[1]["loss_nats"] - rows[0]["loss_nats"]
-    return rows, f"{said}; loss {change:+.5f} nats per token; {about}"
+    return rows, f"{description}; loss {change:+.5f} nats per token; {about}"
 
 
 def _changed(arguments: argparse.Namespace, made, model, text, reporter):
@@ -166,12 +166,12 @@ def _changed(arguments: argparse.Namespace, made, model, text, reporter):
         return found, f"{experts} experts a Switch layer, each copied ({way})"
     samples = sample_layers(model, text)
     if experts == 0:
-        said = "the mean of the experts" if is_merged else "the most used expert"
+        description = "the mean of the experts" if is_merged else "the most used expert"
         found = reshape.to_dense(*of_model, samples, is_merged=is_merged)
-        return found, f"each Switch layer is {said}"
+        return found, f"each Switch layer is {description}"
     if is_merged:
-        said = f"{experts} experts a Switch layer, the others merged into them"
-        return reshape.merge_experts(*of_model, samples, experts), said
+        description = f"{experts} experts a Switch layer, the others merged into them"
+        return reshape.merge_experts(*of_model, samples, experts), description
     score = arguments.score or reshape.DEFAULT_SCORE
     if score == "brute_force":
         reporter.note("measuring the loss without each expert")

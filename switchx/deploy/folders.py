@@ -95,18 +95,18 @@ def run_steps(
         for partial in root.glob(".*.partial"):  # of a process that was killed
             shutil.rmtree(partial)
         made: dict[str, FinishedStep] = {}
-        before = source["fingerprint"]
+        made_of = source["fingerprint"]
         for number, step in enumerate(steps, 1):
             path = root / f"{number}_{step.name}"
-            if (manifest := _whole(path, before, step)) is not None:
+            if (manifest := _whole(path, made_of, step)) is not None:
                 note(f"{path.name} is whole")
                 made[step.name] = FinishedStep(path, manifest, is_new=False)
             else:
                 _remove_from(root, number, steps)
                 note(f"making {path}")
-                manifest = _make(root, path, before, step, made)
+                manifest = _make(root, path, made_of, step, made)
                 made[step.name] = FinishedStep(path, manifest, is_new=True)
-            before = manifest[CHECKSUM]
+            made_of = manifest[CHECKSUM]
         return list(made.values())
 
 
@@ -171,13 +171,13 @@ def _require_same_model(root: pathlib.Path, source: dict[str, Any]) -> None:
         _append(root, {"event": "source"} | source)
 
 
-def _whole(path: pathlib.Path, before: str, step: Step) -> dict[str, Any] | None:
+def _whole(path: pathlib.Path, made_of: str, step: Step) -> dict[str, Any] | None:
     """The manifest of a step's folder, or None where the step is to be made."""
     try:
         manifest = read_manifest(path, MANIFEST, CHECKSUM)
     except (ValueError, OSError):
         return None
-    wanted = HEADER | {"step": step.name, "made_of": before, "settings": step.settings}
+    wanted = HEADER | {"step": step.name, "made_of": made_of, "settings": step.settings}
     if any(manifest.get(name) != value for name, value in wanted.items()):
         return None
     return None if any(damages(path, manifest["files"], CHECKSUM)) else manifest
@@ -192,20 +192,22 @@ def _remove_from(root: pathlib.Path, first: int, steps: list[Step]) -> None:
             shutil.rmtree(path)
 
 
-def _make(root, path, before: str, step: Step, made: dict[str, FinishedStep]) -> dict[str, Any]:
+def _make(
+    root, path, made_of: str, step: Step, made: dict[str, FinishedStep]
+) -> dict[str, Any]:
     started = time.monotonic()
     _append(root, {"event": "begun", "step": step.name})
     with new_folder(path) as partial:
         measured = step.make(made, partial)
         content = HEADER | {
             "step": step.name,
-            "made_of": before,
+            "made_of": made_of,
             "settings": step.settings,
             "measured": measured | {"seconds": time.monotonic() - started},
             "switchx": git_commit(),
         }
         write_manifest(partial, MANIFEST, content, CHECKSUM)
-    done = {"event": "done", "step": step.name, "made_of": before}
+    done = {"event": "done", "step": step.name, "made_of": made_of}
     _append(root, done | {"settings": json.dumps(step.settings, sort_keys=True)})
     return read_manifest(path, MANIFEST, CHECKSUM)
 

@@ -4,13 +4,13 @@
 A step runs all beams of a sentence as L tokens side by side, whose keys and values share the
 sentence's row of the cache: the prompt's P places, then a ring of T places a beam, in which all
 rows write at one place, the step's number modulo T. So a write is one contiguous update, and
-how far a place lies behind is the same for all rows; a row's own is where it began, which
-masks, positions and samples read. Which beam's places a beam may see is a mask (its ancestors),
-so beams are never moved or copied. Drafts (prompt_lookup.py) are read beside the newest token
-as beams are; positions are then each row's own, as rows go on by different numbers of tokens.
-Iteration-level scheduling is Yu et al.'s (Orca, OSDI 2022). Pruning has two levels (Kim et al.
-2022, arXiv:2211.10017, section 3.5): finished sentences take part in no Switch layer, and the
-loop ends as soon as the unfinished ones fit the next smaller batch.
+how far a place lies behind is the same for all rows. Only the step in which a row began is its
+own; masks, positions and samples read it. Which beam's places a beam may see is a mask (its
+ancestors), so beams are never moved or copied. Drafts (prompt_lookup.py) are read beside the
+newest token as beams are; positions are then each row's own, as rows go on by different numbers
+of tokens. Iteration-level scheduling is Yu et al.'s (Orca, OSDI 2022). Pruning has two levels
+(Kim et al. 2022, arXiv:2211.10017, section 3.5): finished sentences take part in no Switch
+layer, and the loop ends as soon as the unfinished ones fit the next smaller batch.
 Dims: B batch, L lanes (beams, or the newest token and its drafts), M places that attention
 reads, P prompt, T new tokens, H heads, K head size, D model, V vocabulary
 """
@@ -48,6 +48,7 @@ class Decoding:
             place `step % T`.
         begin_B: number of the step in which each sentence began, with its prompt's last token.
         token_BL: the newest tokens, not yet in the cache.
+        rows: settings of each row, and whether it is decoded still.
         hypotheses: `Greedy`, `Beams` or `Drafted`.
         is_prompt_BP: which places of the prompt a step reads: all of the text but its last
             token, which is in the ring. P is 0 where prompts are one token.
@@ -67,7 +68,7 @@ class Decoding:
 
     @property
     def num_steps_B(self) -> jax.Array:
-        """Steps that each sentence has had time for."""
+        """Number of steps since each sentence began."""
         return self.step - self.begin_B
 
 
@@ -163,7 +164,7 @@ def run_until(
 
 
 def run_until_by(run, config: ModelConfig, decoding, params, state, num_live, last_step):
-    """`run_until`, its loop on the host; `run` runs each step's program."""
+    """`run_until` with its loop on the host; `run` executes one step's program."""
     while goes_on(state, num_live, last_step):
         state = run(run_step, config, decoding, params=params, state=state)
     return state

@@ -97,18 +97,18 @@ class Generated:
 
     @classmethod
     def of(
-        cls, said: Hypothesis, vocabulary: Vocabulary | None, stops: StopStrings | None
+        cls, hypothesis: Hypothesis, vocabulary: Vocabulary | None, stops: StopStrings | None
     ) -> "Generated":
         """A hypothesis with its text, or without a vocabulary with its tokens."""
-        values = vars(said) | {"output": said.tokens}
+        values = vars(hypothesis) | {"output": hypothesis.tokens}
         if vocabulary is not None:
-            values["output"] = text_of(said, vocabulary, stops)
+            values["output"] = text_of(hypothesis, vocabulary, stops)
         del values["tokens"], values["routing"]
         return cls(**values)
 
 
-def text_of(said: Hypothesis, vocabulary: Vocabulary, stops: StopStrings | None) -> str:
-    text = vocabulary.decode(said.tokens)
+def text_of(hypothesis: Hypothesis, vocabulary: Vocabulary, stops: StopStrings | None) -> str:
+    text = vocabulary.decode(hypothesis.tokens)
     return stops.cut(text) if stops else text
 
 
@@ -205,7 +205,7 @@ class Generator:
                     f"{most}, or a larger max_new_tokens"
                 )
         order = sorted(range(len(inputs)), key=lambda index: -len(inputs[index]))
-        num_samples, said, read = self.decoding.num_samples, {}, {}
+        num_samples, answered, read = self.decoding.num_samples, {}, {}
         rows = [(index, sample) for index in order for sample in range(num_samples)]
         for first in range(0, len(rows), self.batch_size):
             part = rows[first : first + self.batch_size]
@@ -228,10 +228,10 @@ class Generator:
                 index, sample = part[row]
                 if not hypotheses:
                     raise ValueError(f"input {first_number + index} {NO_ANSWER}")
-                of_input = said.setdefault(index, {})
+                of_input = answered.setdefault(index, {})
                 of_input[sample] = hypotheses
                 if len(of_input) == num_samples:
-                    answer = self._answer(said.pop(index))
+                    answer = self._answer(answered.pop(index))
                     if self.record is not None:
                         read[first_number + index] = inputs[index], answer[0]
                     yield first_number + index, answer
@@ -244,10 +244,10 @@ class Generator:
         parts = {}
         start = [self.decoding.start_id] if self.config.is_encoder_decoder else []
         for stack in next(iter(read.values()))[1].routing:
-            numbers = [said.routing[stack] for _, said in read.values()]
+            numbers = [hypothesis.routing[stack] for _, hypothesis in read.values()]
             texts = [
-                list(tokens) if stack == "encoder" else [*(start or tokens), *said.tokens]
-                for tokens, said in read.values()
+                list(tokens) if stack == "encoder" else [*(start or tokens), *hypothesis.tokens]
+                for tokens, hypothesis in read.values()
             ]
             parts[stack] = stack_record(self.config, texts, numbers)
         self.record.add(self._num_recorded, parts, len(read), list(read))
@@ -264,14 +264,14 @@ class Generator:
                     batch.abandon([row])
                     yield row, [stopped]
 
-    def _stopped(self, said: Hypothesis, *, is_last: bool) -> Hypothesis | None:
+    def _stopped(self, hypothesis: Hypothesis, *, is_last: bool) -> Hypothesis | None:
         """The hypothesis up to a text that ends it, if it has one."""
-        number = self.stops and self.stops.num_tokens(said.tokens, is_last=is_last)
-        return said.stopped(number, self.decoding) if number else None
+        number = self.stops and self.stops.num_tokens(hypothesis.tokens, is_last=is_last)
+        return hypothesis.stopped(number, self.decoding) if number else None
 
-    def _answer(self, said: dict[int, list[Hypothesis]]) -> list[Hypothesis]:
+    def _answer(self, samples: dict[int, list[Hypothesis]]) -> list[Hypothesis]:
         """The hypotheses that are yielded for an input, from its samples' hypotheses."""
-        hypotheses = [each for sample in sorted(said) for each in said[sample]]
+        hypotheses = [each for sample in sorted(samples) for each in samples[sample]]
         if self.decoding.best_of is not None:
             hypotheses.sort(key=lambda each: -each.score)
         return [each.with_logprobs(self.decoding.logprobs) for each in hypotheses]

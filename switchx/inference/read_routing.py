@@ -4,8 +4,9 @@
 Prefill and steps have routed each token that they read; what they found stays beside the KV
 cache, in the same places. A text of a search is read in lanes that its ancestors had
 (`beam_search.py`), so rows are never moved or copied.
-Dims: B batch, L lanes or length, M source, P prompt, T steps in the ring, N Switch layers,
-S numbers of a token in a layer: R ranked experts, their R probabilities, the margin
+Dims: B batch, L lanes or length, M source, P prompt, T steps in the ring, Q places of a
+chunk, N Switch layers, S numbers of a token in a layer: R ranked experts, their R
+probabilities, the margin
 """
 
 import dataclasses

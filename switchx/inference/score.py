@@ -6,7 +6,7 @@ Of a decoder-only model long texts are read a chunk at a time (chunked_prefill.p
 log p(y | x) is the sum over the target's tokens of log p(y_l | x, y_1 .. y_{l-1}), natural
 logarithms.
 
-Dims: B batch, L length, V vocabulary
+Dims: B batch, L length, Q places of a chunk, D model, V vocabulary
 """
 
 import dataclasses

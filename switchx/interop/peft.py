@@ -181,9 +181,12 @@ def read_adapters(
     }
     plain = {each: each.partition(".lora_")[0].removesuffix(".weight") for each in found}
     none = sorted(each for each, name in plain.items() if name.endswith(_TABLES))
-    require(not none, f"{folder}: {none[:1]}, adapters of embeddings or of the head, cannot be "
-            "read; leave these out of target_modules, or merge them with PEFT and convert the "
-            "whole model")  # fmt: skip
+    require(
+        not none,
+        f"{folder}: {none[:1]}, adapters of embeddings or of the head, cannot be "
+        "read; leave these out of target_modules, or merge them with PEFT and convert the "
+        "whole model",
+    )
     given = {name: array.shape for name, array in found.items()}
     require_same_tensors(expected, given, str(folder), "give the base that it was made for")
     for name, array in found.items():

@@ -37,9 +37,9 @@ class ExpertBank(Protocol):
     def run_rows(
         self, x_RD: jax.Array, count_E: jax.Array, gate_R: jax.Array | None = None
     ) -> jax.Array:
-        """Rows sorted by expert, each through its expert, times its gate; in its last product.
+        """The output of each row's expert, times the row's gate, which its last product has.
 
-        Rows past those of the last expert are not read, and give zeros.
+        Rows are sorted by expert. Rows past the last expert's are not read and give zeros.
         """
 
     def on_device(self, index: jax.Array, is_first_part: jax.Array) -> "ExpertBank":
@@ -47,13 +47,13 @@ class ExpertBank(Protocol):
 
         Args:
             index: the device's number, for random numbers of its own.
-            is_first_part: whether this device, of those that each have a part of the same
-                experts, adds what is to be added once.
+            is_first_part: whether this device adds what is added once, such as biases; one of
+                the devices with parts of the same experts does.
         """
 
 
 class Dispatcher(Protocol):
-    """Runs `experts` on each token's expert and returns the gated sum of what they give.
+    """Runs each token through its experts and returns the gated sum of their outputs.
 
     Every dispatcher reads the same plan and returns the same numbers; a dropped token gets
     zero, which leaves it to the residual connection (section 2.2).

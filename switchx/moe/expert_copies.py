@@ -6,8 +6,9 @@ further devices; DeepSeek-V3 (arXiv:2412.19437), section 3.4, for redundant expe
 slots is gathered from the E experts by a table that says whose copy each slot is. It is data: a
 new table needs no new program. Where the gather is differentiated, the gradients of an expert's
 copies are added up. `copy_placement.py` makes the tables.
-Dims: G groups, T tokens of a group, S choices of a token, E experts, R slots for experts, D
-model, F ffn, N layers, P devices that the experts are split over, X any
+Dims: G groups, T tokens of a group, S choices of a token, Q slots of a group's queues,
+E experts, R slots for experts, D model, F ffn, N layers, P devices that the experts are split
+over, X any
 """
 
 import dataclasses

@@ -4,7 +4,7 @@
 Fedus et al. 2021 (arXiv:2101.03961), section 2, Figure 2. `RoutedLayer` has the router and
 makes the routing plan; Switch attention is another of its subclasses.
 Dims: B batch, L length, D model, G groups, T tokens of a group, E experts,
-S choices of a token
+S choices of a token, W bins of a histogram, R slots for experts
 """
 
 import dataclasses
@@ -188,7 +188,8 @@ class RoutedLayer(nnx.Module):
         return routed
 
     def dispatches_rows(self, num_groups: int) -> bool:
-        """Whether devices have no whole groups and need none: nothing is dropped."""
+        """Whether rows are dispatched where they are: no device has a whole group, and none
+        needs one, since nothing is dropped."""
         return self.config.switch.dispatches_rows and not keeps_groups(num_groups)
 
     @property

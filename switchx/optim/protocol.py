@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The common part of optimizers: how they are built and applied, what decays, clipping."""
+"""The common part of optimizers: how they are built and applied, and what decays."""
 
 import dataclasses
 import inspect

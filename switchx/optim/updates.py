@@ -17,7 +17,7 @@ from switchx.partitioning.rules import param_spec
 
 def global_norm(gradients) -> jax.Array:
     """Root of the sum of squares of all raw gradients, float32 whatever their dtype."""
-    return jnp.sqrt(sum(map(_squared_norm, jax.tree.leaves(gradients))))
+    return jnp.sqrt(sum(map(squared_norm, jax.tree.leaves(gradients))))
 
 
 def sliced_global_norm(gradients) -> jax.Array:
@@ -36,7 +36,7 @@ def sliced_global_norm(gradients) -> jax.Array:
         squares = {True: jnp.zeros(()), False: jnp.zeros(())}
         for leaf in jax.tree.leaves(gradients):
             is_sliced = bool(jax.typeof(leaf).manual_axis_type.varying)
-            squares[is_sliced] += _squared_norm(leaf)
+            squares[is_sliced] += squared_norm(leaf)
         return jnp.sqrt(squares[False] + jax.lax.psum(squares[True], axes))
 
     return jax.shard_map(local, in_specs=(specs,), out_specs=PartitionSpec())(gradients)
@@ -53,7 +53,8 @@ def clip_scale(norm, max_norm: float) -> jax.Array:
     return jnp.minimum(1.0, max_norm / norm)
 
 
-def _squared_norm(gradient):
+def squared_norm(gradient):
+    """The sum of squares, in float32."""
     return jnp.sum(jnp.square(gradient.astype(jnp.float32)))
 
 

@@ -56,8 +56,12 @@ class CompilerOptions:
                 not twice, f"CompilerOptions.{platform} sets {', '.join(twice)} twice; keep one"
             )
         known = {option.partition("=")[0] for option in (*self.gpu, *self.tpu, *self.cpu)}
-        known |= {name for each in (DEFAULT_OPTIONS, DECODING_OPTIONS)
-                  for options in each.values() for name in options}  # fmt: skip
+        known |= {
+            name
+            for each in (DEFAULT_OPTIONS, DECODING_OPTIONS)
+            for options in each.values()
+            for name in options
+        }
         unknown = [name for _, name in self.not_on if name not in known]
         require(
             not unknown,

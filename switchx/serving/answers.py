@@ -100,7 +100,7 @@ class GrowingAnswer:
     Attributes:
         vocabulary: what decodes its tokens, or None.
         hypotheses: the answer's hypotheses, the best first; empty before its end.
-        said: the best hypothesis so far.
+        hypothesis: the best hypothesis so far.
         num_tokens: number of tokens that were sent.
     """
 
@@ -109,26 +109,27 @@ class GrowingAnswer:
         self._text = vocabulary and GrowingText(vocabulary, wanted.stops)
         self._settings = wanted.settings
         self.hypotheses: list[Hypothesis] = []
-        self.said, self.num_tokens = Hypothesis([], 0.0, False), 0
+        self.hypothesis, self.num_tokens = Hypothesis([], 0.0, False), 0
 
     def grow(self, event: Event, events: Events) -> tuple[Hypothesis, str | None]:
         """The new part of the answer: tokens with their log-probabilities, and characters.
 
         A stop string ends the decoding. Answers are counted here, as they are given out.
         """
-        said, is_last = said_so_far(event), isinstance(event, Answer)
-        text = self._text and self._text.grow(said.tokens, is_last=is_last)
+        hypothesis, is_last = said_so_far(event), isinstance(event, Answer)
+        text = self._text and self._text.grow(hypothesis.tokens, is_last=is_last)
         if self._text and self._text.is_stopped:
-            said = said.stopped(self._text.num_tokens(said.tokens), self._settings)
-            self.hypotheses = [said]
+            number = self._text.num_tokens(hypothesis.tokens)
+            hypothesis = hypothesis.stopped(number, self._settings)
+            self.hypotheses = [hypothesis]
         elif is_last:
-            self.hypotheses = [said, *event.others]
+            self.hypotheses = [hypothesis, *event.others]
         if self.hypotheses:
             num_tokens = sum(len(each.tokens) for each in self.hypotheses)
-            events.end(event.number, num_tokens, reason_of(said))
-        self.said = said
-        first, self.num_tokens = self.num_tokens, max(self.num_tokens, len(said.tokens))
-        return said.without_first(first), text
+            events.end(event.number, num_tokens, reason_of(hypothesis))
+        self.hypothesis = hypothesis
+        first, self.num_tokens = self.num_tokens, max(self.num_tokens, len(hypothesis.tokens))
+        return hypothesis.without_first(first), text
 
 
 class GenerateForm:
@@ -145,10 +146,10 @@ class GenerateForm:
         rows, size = self._rows(wanted), wanted.num_rows
         async for event in events:
             rows[event.number].grow(event, events)
-        said = [each.hypotheses for each in rows]
+        hypotheses = [each.hypotheses for each in rows]
         results = [
-            self._result_json(wanted, first, sum(said[first : first + size], []))
-            for first in range(0, len(said), size)
+            self._result_json(wanted, first, sum(hypotheses[first : first + size], []))
+            for first in range(0, len(hypotheses), size)
         ]
         return {"results": results, "usage": _usage_json(wanted, events)}
 
@@ -182,7 +183,7 @@ class GenerateForm:
         self,
         wanted: GenerateRequest,
         number: int,
-        said: list[Hypothesis],
+        hypotheses: list[Hypothesis],
         *,
         is_one: bool = False,
     ) -> dict[str, Any]:
@@ -190,9 +191,9 @@ class GenerateForm:
         settings, vocabulary = wanted.settings, self._model.vocabulary
         stops = StopStrings(vocabulary, wanted.stops) if wanted.stops else None
         if settings.best_of is not None:
-            said = sorted(said, key=lambda each: -each.score)
+            hypotheses = sorted(hypotheses, key=lambda each: -each.score)
         results = []
-        for each in said[: settings.num_return_sequences]:
+        for each in hypotheses[: settings.num_return_sequences]:
             result = {"text": vocabulary and text_of(each, vocabulary, stops)}
             result |= each.with_logprobs(settings.logprobs).as_dict()
             if wanted.with_experts:
@@ -202,13 +203,14 @@ class GenerateForm:
         return results[0] if is_one else {"hypotheses": results}
 
 
-def experts_json(model: Model, prompt: list[int], said: Hypothesis) -> dict[str, Any]:
+def experts_json(model: Model, prompt: list[int], hypothesis: Hypothesis) -> dict[str, Any]:
     """The experts that each token of an answer chose, layer by layer; none of a last token
     that was not read."""
-    config, tokens, vocabulary = model.config, said.tokens, model.vocabulary
+    config, tokens, vocabulary = model.config, hypothesis.tokens, model.vocabulary
     first = 1 if config.is_encoder_decoder else len(prompt)  # after the start token
     chosen = slice(config.switch.router.num_selected)  # of the ranks
-    expert_NTS = said.routing["decoder"][:, first : first + len(tokens), chosen].astype(int)
+    routing_NTS = hypothesis.routing["decoder"][:, first : first + len(tokens)]
+    expert_NTS = routing_NTS[..., chosen].astype(int)
     layers = {
         name: expert_TS.tolist() + [[]] * (len(tokens) - len(expert_TS))
         for name, expert_TS in zip(
@@ -230,12 +232,12 @@ def said_so_far(event: Event) -> Hypothesis:
     return event.so_far or Hypothesis(event.tokens, 0.0, False)
 
 
-def reason_of(said: Hypothesis) -> str:
+def reason_of(hypothesis: Hypothesis) -> str:
     """The reason why the answer ends, in OpenAI's words."""
-    return "stop" if said.is_finished else "length"
+    return "stop" if hypothesis.is_finished else "length"
 
 
-def logprobs_json(vocabulary, tokens, said, number: int, offset: int = 0, first: int = 0):
+def logprobs_json(vocabulary, tokens, hypothesis, number: int, offset: int = 0, first: int = 0):
     """Returns OpenAI's form of the tokens from `first` on: texts, log-probabilities and
     offsets.
 
@@ -243,7 +245,7 @@ def logprobs_json(vocabulary, tokens, said, number: int, offset: int = 0, first:
     likeliest.
 
     Args:
-        said: a `Hypothesis` or `Score` of the tokens.
+        hypothesis: a `Hypothesis` or `Score` of the tokens.
         number: number of likeliest tokens; the token itself is always among them.
         offset: offset of the first character.
     """
@@ -251,7 +253,7 @@ def logprobs_json(vocabulary, tokens, said, number: int, offset: int = 0, first:
     def decoded(some: Sequence[int]) -> str:
         return vocabulary.decode(list(some)).rstrip(INCOMPLETE)
 
-    own, top = said.token_logprobs[first : len(tokens)], said.top_logprobs or ()
+    own, top = hypothesis.token_logprobs[first : len(tokens)], hypothesis.top_logprobs or ()
     texts, top_texts, offsets = [], [], [offset + len(decoded(tokens[:first]))]
     for place, token in enumerate(tokens[first:], first):
         # A token's text may depend on those before it, not on all of them.

@@ -23,7 +23,7 @@ from switchx.data.tokenizers import Vocabulary
 from switchx.inference.generate import positions_needed
 from switchx.serving.completions import FIELDS, CompletionForm, CompletionRequest, data_of
 from switchx.serving.limits import Limits
-from switchx.serving.requests import Refusal, WholePrompt, fields_of, shown, wrong
+from switchx.serving.requests import Refusal, WholePrompt, excerpt, fields_of, wrong
 from switchx.serving.service import Events
 
 ROLES = ("system", "developer", "user", "assistant")
@@ -62,8 +62,8 @@ class ChatForm(CompletionForm):
             if (value := values.pop(name, None)) is not None and value not in neutral:
                 raise wrong(
                     name,
-                    f"{name} is {shown(value)}; this server writes texts alone, without tools; "
-                    "leave it out",
+                    f"{name} is {excerpt(value)}; this server writes texts alone, without "
+                    "tools; leave it out",
                 )
         messages = _messages(values.pop("messages", None), self._model)
         most = [values.pop(name, None) for name in ("max_completion_tokens", "max_tokens")]
@@ -188,20 +188,24 @@ class GenerationBlocks(Extension):
 
 def _messages(value, model: Model) -> list[dict[str, str]]:
     if not isinstance(value, list) or not value:
-        raise wrong("messages", f"messages is {shown(value)}; give a list of role and content")
+        raise wrong(
+            "messages", f"messages is {excerpt(value)}; give a list of role and content"
+        )
     return [_message(each, f"messages[{i}]", model) for i, each in enumerate(value)]
 
 
 def _message(value, name: str, model: Model) -> dict[str, str]:
     if not isinstance(value, dict) or not {"role", "content"} <= value.keys():
-        raise wrong("messages", f"{name} is {shown(value)}; give an object of role and content")
+        raise wrong(
+            "messages", f"{name} is {excerpt(value)}; give an object of role and content"
+        )
     role, content = value["role"], value["content"]
     if role not in ROLES:
         expected = f"expected {', '.join(ROLES)}; there are no tools"
-        raise wrong("messages", f"{name}.role is {shown(role)}; {expected}")
+        raise wrong("messages", f"{name}.role is {excerpt(role)}; {expected}")
     for field in value.keys() - {"role", "content", "name"}:
         if value[field]:
-            raise wrong("messages", f"{name}.{field} is {shown(value[field])}; leave it out")
+            raise wrong("messages", f"{name}.{field} is {excerpt(value[field])}; leave it out")
     if isinstance(content, list):  # of parts, as newer clients send them
         parts = [
             part.get("text")

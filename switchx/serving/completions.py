@@ -38,11 +38,11 @@ from switchx.serving.requests import (
     OPTIONS,
     GenerateRequest,
     Refusal,
+    excerpt,
     fields_of,
     flag,
     generator_of,
     prompt_of,
-    shown,
     value_of,
     wrong,
 )
@@ -149,9 +149,9 @@ class CompletionForm:
         for name, (neutral, way_out) in UNSUPPORTED.items():
             value = values.get(name)
             if value is not None and not any(value == each for each in neutral):
-                raise wrong(name, f"{name} is {shown(value)}; {way_out}")
+                raise wrong(name, f"{name} is {excerpt(value)}; {way_out}")
         if not isinstance(values.get("user", ""), str):
-            raise wrong("user", f"user is {shown(values['user'])}; expected a text")
+            raise wrong("user", f"user is {excerpt(values['user'])}; expected a text")
         is_streaming, has_echo = flag(values, "stream"), flag(values, "echo")
         settings = _settings(values, limits)
         is_search = settings.get("beam_size", 1) > 1
@@ -159,7 +159,7 @@ class CompletionForm:
         num_choices, num_rows = _numbers(values, limits.max_inputs, is_streaming=is_streaming)
         if is_search:
             if stops:
-                what = f"stop is {shown(list(stops))} with beam_size above 1; a search is not"
+                what = f"stop is {excerpt(list(stops))} with beam_size above 1; a search is not"
                 raise wrong("stop", f"{what} stopped by texts: leave it out")
             num_rows, settings["num_return_sequences"] = 1, num_choices
         elif num_rows > num_choices and stops:
@@ -252,8 +252,10 @@ class CompletionForm:
                         index = event.number * num_choices + i
                         yield chunk(index, text, kept, reason_of(each))
                 elif new or row.hypotheses or (wanted.logprobs is not None and said.tokens):
-                    kept = _logprobs(wanted, row.vocabulary, row.said, len(echo), first=first)
-                    reason = reason_of(row.said) if row.hypotheses else None
+                    kept = _logprobs(
+                        wanted, row.vocabulary, row.hypothesis, len(echo), first=first
+                    )
+                    reason = reason_of(row.hypothesis) if row.hypotheses else None
                     yield chunk(event.number, new, kept, reason)
             if wanted.has_usage:
                 yield data_of(self._json(wanted, []) | {"usage": _usage_json(wanted, events)})
@@ -366,7 +368,7 @@ def _count(
     value = values.get(name, default)
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         expected = f"expected a whole number, {least} to {most}"
-        raise wrong(name, f"{name} is {shown(value)}; {expected}")
+        raise wrong(name, f"{name} is {excerpt(value)}; {expected}")
     return value
 
 
@@ -423,7 +425,7 @@ def _prompts(values: dict[str, Any], most: int) -> list[str | list[int]]:
     )
     prompts = [prompt] if is_one else prompt
     if not isinstance(prompts, list):
-        raise wrong("prompt", f"prompt is {shown(prompt)}; expected a text, or a list")
+        raise wrong("prompt", f"prompt is {excerpt(prompt)}; expected a text, or a list")
     if not 1 <= len(prompts) <= most:
         raise wrong("prompt", f"prompt has {len(prompts)} items; expected 1 to {most}, over n")
     return prompts

@@ -33,7 +33,7 @@ from switchx.serving import admission
 from switchx.serving.history import MOST_SHAPES
 from switchx.serving.limits import Limits
 from switchx.serving.metrics import Metrics
-from switchx.serving.requests import Refusal, shown
+from switchx.serving.requests import Refusal, excerpt
 from switchx.serving.service import Service
 
 LOG = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ class Models:
             names = ", ".join(map(repr, self.services))
             raise Refusal(
                 404,
-                f"model is {shown(name)}; this server has {names}",
+                f"model is {excerpt(name)}; this server has {names}",
                 field="model",
                 code="model_not_found",
             )

@@ -169,7 +169,7 @@ def read_request(values: dict[str, Any], model: Model, limits: Limits) -> Genera
     inputs = values["inputs"]
     inputs = [inputs] if isinstance(inputs, str) else inputs
     if not isinstance(inputs, list):
-        raise wrong("inputs", f"inputs is {shown(inputs)}; expected a text, or a list")
+        raise wrong("inputs", f"inputs is {excerpt(inputs)}; expected a text, or a list")
     settings = generator.decoding
     num_rows, most = settings.num_samples, limits.max_inputs // settings.num_samples
     if not 1 <= len(inputs) <= most:
@@ -217,7 +217,7 @@ def json_object(body: bytes) -> dict[str, Any]:
     if is_nested_deeper(values, MAX_DEPTH):
         raise _too_deep()
     if not isinstance(values, dict):
-        raise wrong(None, f"the body is {shown(values)}; expected a JSON object")
+        raise wrong(None, f"the body is {excerpt(values)}; expected a JSON object")
     try:
         for name, value in values.items():
             require_characters(name, "a field's name")
@@ -242,7 +242,7 @@ def fields_of(values: dict[str, Any], names) -> dict[str, Any]:
 def flag(values: dict[str, Any], name: str) -> bool:
     value = values.get(name, False)
     if not isinstance(value, bool):
-        raise wrong(name, f"{name} is {shown(value)}; expected true or false")
+        raise wrong(name, f"{name} is {excerpt(value)}; expected true or false")
     return value
 
 
@@ -271,9 +271,9 @@ def generator_of(values: dict[str, Any], model: Model, limits: Limits):
     most = {"max_new_tokens": limits.max_new_tokens, "beam_size": limits.max_beam_size}
     for name, number in most.items():
         if settings.get(name, 1) > number:
-            raise wrong(name, f"{name} is {shown(settings[name])}; expected 1 to {number}")
+            raise wrong(name, f"{name} is {excerpt(settings[name])}; expected 1 to {number}")
         if name in given and given[name] < 1:
-            raise wrong(name, f"{name} is {shown(given[name])}; expected 1 to {number}")
+            raise wrong(name, f"{name} is {excerpt(given[name])}; expected 1 to {number}")
     try:
         generator = model.generator(**settings)
     except FieldError as error:
@@ -295,7 +295,7 @@ def value_of(option: Option, value):
     ):
         one = "a text, or " if kind == "texts" else ""
         expected = f"expected {one}a list of {kind}, none of them empty"
-        raise wrong(option.name, f"{option.name} is {shown(value)}; {expected}")
+        raise wrong(option.name, f"{option.name} is {excerpt(value)}; {expected}")
     return items
 
 
@@ -309,7 +309,7 @@ def number_of(option: Option, value) -> int | float:
         return value if abs(value) > 2**53 else float(value)
     kind = "a whole number" if option.type is int else "a number"
     expected = f"expected {kind}, {option.range}"
-    raise wrong(option.name, f"{option.name} is {shown(value)}; {expected}")
+    raise wrong(option.name, f"{option.name} is {excerpt(value)}; {expected}")
 
 
 class WholePrompt(list):
@@ -327,7 +327,7 @@ def prompt_of(model: Model, limits: Limits, fault, name: str, item) -> list[int]
     if isinstance(item, list) and all(type(token) is int for token in item):
         require_short(item)
     elif not isinstance(item, str):
-        raise wrong(name, f"{name} is {shown(item)}; expected a text, or a list of token ids")
+        raise wrong(name, f"{name} is {excerpt(item)}; expected a text, or a list of token ids")
     try:
         (prompt,) = [[*item]] if isinstance(item, WholePrompt) else model.prompts([item])
     except CharacterError as error:
@@ -344,7 +344,7 @@ def wrong(field: str | None, message: str) -> Refusal:
     return Refusal(400, message, field=field)
 
 
-def shown(value) -> str:
+def excerpt(value) -> str:
     """A value as JSON, cut where it is long."""
     kinds = {dict: "an object", list: "a list", str: "a text", bool: "", type(None): ""}
     kind = kinds.get(type(value), "a number")

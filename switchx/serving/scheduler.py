@@ -323,9 +323,10 @@ class Worker(threading.Thread):
         fits = [
             each
             for each in self.compiled
-            if each.kind == shape.kind and each.joined(shape) == each
+            if each.kind == shape.kind
+            and each.joined(shape) == each
             and self._num_compiled(each) >= size
-        ]  # fmt: skip
+        ]
         sizes = operator.attrgetter("prompt_length", "answer_length")
         return min(fits, key=sizes, default=None)
 

@@ -257,9 +257,9 @@ class _Loop:
         self.goodput.goes_on_with("step")
         while step < job.train_steps and not self.is_stopping():
             self.profiler.before(step + 1, settle=self._account)
-            self.step_times.asks()
+            self.step_times.begins_wait()
             batch = next(self.loader)
-            self.goodput.waited_for_data(self.step_times.waited_for_data())
+            self.goodput.waited_for_data(self.step_times.data_wait_s())
             compiled_s = self.goodput.compiled_s
             with self.profiler.marked(step + 1):
                 state, metrics = self.program.train_step(

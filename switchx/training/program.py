@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The programs of a job: its steps, jitted over its mesh, and the shardings of its arrays.
 
-`workload.py` describes the same step to the planner, by shapes alone.
+`compiled/workload.py` describes the same step to the planner, by shapes alone.
 Dims: N sparse layers, E experts
 """
 

@@ -183,9 +183,15 @@ def init_state(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StepMetrics:
-    """The measurements of one step; `routing` is None for a dense model.
+    """The measurements of one step.
 
     Attributes:
+        sums: sums over the tokens that have a loss.
+        loss: mean loss of such a token, the routers' losses included.
+        routing: statistics of the Switch layers; None for a dense model.
+        grad_norm: global norm of the gradients before clipping.
+        is_skipped: whether the loss or a gradient was not finite, and nothing was updated.
+        skipped_in_a_row: number of such steps up to this one.
         rms: root mean squares by T5X's names and by parameter; empty where they are not logged.
     """
 

@@ -149,9 +149,9 @@ def times(clock, monkeypatch):
 
 def take_step(times, clock, wait_s, host_s, step_s, has_compiled=False) -> float:
     """A step that ends before the host goes on; returns how long its batch was waited for."""
-    times.asks()
+    times.begins_wait()
     clock.passes(wait_s)
-    waited_s = times.waited_for_data()
+    waited_s = times.data_wait_s()
     clock.passes(host_s)
     result = Result()
     times.dispatched(result, has_compiled)
@@ -182,12 +182,12 @@ def test_slow_steps_and_a_late_host(times, clock):
 
 def test_a_batch_that_comes_while_a_step_runs_is_not_waited_for(times, clock):
     first, second = Result(), Result()
-    times.asks()
+    times.begins_wait()
     times.dispatched(first, False)
     clock.passes(1)
-    times.asks()
+    times.begins_wait()
     clock.passes(1)
-    assert times.waited_for_data() == 0.0
+    assert times.data_wait_s() == 0.0
     times.dispatched(second, False)
     first.set()
     second.set()

@@ -255,7 +255,7 @@ def test_what_cannot_be_in_host_memory_is_refused(monkeypatch):
         program_of(step=StepConfig(bucket_bytes=1024))
     with refused("mesh axis 'pipe' of size 3 with<any>use pipe=1"):
         program_of(mesh=MeshSpec(data=1, pipe=3), num_devices=3)
-    with refused("StorageSpec.slots=4, but the decoder has 3 runs<any>use at most 3"):
+    with refused("StorageSpec.slots=4, but the decoder has 3 periods<any>use at most 3"):
         program_of(storage=StorageSpec("host", slots=4))
     with refused("StorageSpec.slots=1: "):
         StorageSpec("host", slots=1)

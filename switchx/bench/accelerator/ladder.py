@@ -33,8 +33,13 @@ from switchx.training.losses import LossConfig
 from switchx.training.step import StepConfig, init_state, train_step
 
 MOST_S = 1.3  # of the longest cell so far
-CLASSES = {"model": ModelConfig, "optimizer": AdamW, "schedule": WarmupCosine,
-           "loss": LossConfig, "step": StepConfig}  # fmt: skip
+CLASSES = {
+    "model": ModelConfig,
+    "optimizer": AdamW,
+    "schedule": WarmupCosine,
+    "loss": LossConfig,
+    "step": StepConfig,
+}
 
 
 def ladder(session: Session) -> Iterator[dict[str, Any]]:
@@ -61,9 +66,15 @@ def ladder(session: Session) -> Iterator[dict[str, Any]]:
         bits = -found * tokens / cell["validation_bytes"] / math.log(2)
         config = from_description(ModelConfig, cell["model"], "the cell")
         flops = train_flops(config, 0, text["train"]["decoder_input_tokens"].shape[1])
-        yield row(cell["case"], quality, "nats per token", seconds=seconds, steps=steps,
-                  bits_per_byte=bits if math.isfinite(bits) else None,
-                  training_flops=flops * cell["rows"] * steps)  # fmt: skip
+        yield row(
+            cell["case"],
+            quality,
+            "nats per token",
+            seconds=seconds,
+            steps=steps,
+            bits_per_byte=bits if math.isfinite(bits) else None,
+            training_flops=flops * cell["rows"] * steps,
+        )
 
 
 def rows_in(file: Mapping[str, np.ndarray], split: str) -> dict[str, np.ndarray]:

@@ -227,7 +227,7 @@ class RingProgram:
         Args:
             leaves: the leaves of the program's arguments.
         """
-        return self.run(*_donated_and_kept(leaves, self.is_donated), bank)
+        return self.run(*tree.parted(leaves, self.is_donated), bank)
 
 
 def ring_program(
@@ -245,17 +245,12 @@ def ring_program(
             return run_with_ring(config, cut, bank, leaves)
 
         jitted = jax.jit(run, donate_argnums=0, compiler_options=dict(options))
-        arguments = _donated_and_kept(jax.tree.leaves(arrays), is_donated)
+        arguments = tree.parted(jax.tree.leaves(arrays), is_donated)
         copied = copied_bytes(jitted.trace(*arguments, bank).jaxpr.jaxpr)
         return RingProgram(jitted, is_donated, cut.rows, copied), 1
 
     key = program, settings, shape, options, kind, config, kind_of(bank)
     return PROGRAMS.kept(key, make)
-
-
-def _donated_and_kept(leaves: Sequence, is_donated: Sequence[bool]) -> tuple[list, list]:
-    pairs = list(zip(leaves, is_donated, strict=True))
-    return [x for x, is_dead in pairs if is_dead], [x for x, is_dead in pairs if not is_dead]
 
 
 def copied_bytes(jaxpr) -> int:

@@ -24,6 +24,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from switchx import tree
+from switchx.optim.updates import squared_norm
 from switchx.partitioning.mesh import HOST
 from switchx.training.offload.host_stack import (
     HostStack,
@@ -93,7 +95,7 @@ class _Ring:
         read, of_inputs = jax.tree.flatten(inputs)
         is_float = tuple(map(_is_float, read))
         ring = cls(run, of_blocks, is_host, of_inputs, is_float, num_layers, slots)
-        return ring, (*_split(leaves, is_host), *_split(read, is_float))
+        return ring, (*tree.parted(leaves, is_host), *tree.parted(read, is_float))
 
     def layer(self, x, slot, resident, floats, fixed, other):
         """One layer: its output, and y."""
@@ -168,7 +170,7 @@ def _scan_backward(ring: _Ring, kept, gradients):
     x_N, held, stacks, resident, floats, fixed, others, number_X = kept
     d_x, d_y_N = gradients
     is_float = tuple(leaf.dtype != jax.dtypes.float0 for leaf in jax.tree.leaves(d_y_N))
-    d_y_N, _ = _split(jax.tree.leaves(d_y_N), is_float)
+    d_y_N, _ = tree.parted(jax.tree.leaves(d_y_N), is_float)
 
     def number(i):
         return slice_at(number_X, ring.num_layers + i)
@@ -182,7 +184,7 @@ def _scan_backward(ring: _Ring, kept, gradients):
 
         def layer(x, slot, resident, floats):
             x, y = ring.layer(x, slot, resident, floats, fixed, slice_at(others, n))
-            return x, _split(jax.tree.leaves(y), is_float)[0]
+            return x, tree.parted(jax.tree.leaves(y), is_float)[0]
 
         _, transpose = jax.vjp(layer, slice_at(x_N, n), slot, slice_at(resident, n), floats)
         d_x, d_slot, d_own, d_read = transpose((d_x, slice_at(d_y_N, n)))
@@ -191,7 +193,7 @@ def _scan_backward(ring: _Ring, kept, gradients):
             for stack, total, d in zip(stacks, totals, d_slot, strict=True)
         ]
         totals = [to_host(*each, n) for each in zip(totals, d_slot, strict=True)]
-        squares = [s + _squared_norm(d) for s, d in zip(squares, d_slot, strict=True)]
+        squares = [s + squared_norm(d) for s, d in zip(squares, d_slot, strict=True)]
         d_floats = jax.tree.map(jnp.add, d_floats, d_read)
         return d_x, totals, squares, with_slice(d_resident, d_own, n), d_floats
 
@@ -266,10 +268,6 @@ def require_sound_ring(device) -> None:
         )
 
 
-def _squared_norm(gradient):
-    return jnp.sum(jnp.square(gradient.astype(jnp.float32)))
-
-
 def _zeros(num_layers: int, like):
     return jax.tree.map(lambda x: jnp.zeros((num_layers, *x.shape), x.dtype), like)
 
@@ -278,15 +276,7 @@ def _is_float(leaf) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
-def _split(leaves, chosen: tuple[bool, ...]) -> tuple[list, list]:
-    """The leaves that are chosen, and the others."""
-    pairs = list(zip(leaves, chosen, strict=True))
-    return [leaf for leaf, is_in in pairs if is_in], [
-        leaf for leaf, is_in in pairs if not is_in
-    ]
-
-
 def _joined(first, second, chosen: tuple[bool, ...]) -> list:
-    """The inverse of `_split`."""
+    """The inverse of `tree.parted`."""
     first, second = iter(first), iter(second)
     return [next(first if is_in else second) for is_in in chosen]

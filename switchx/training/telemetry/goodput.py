@@ -244,11 +244,11 @@ class StepTimes:
         """The host was busy with something else than steps, until now."""
         self._goes_on_s = self._clock()
 
-    def asks(self) -> None:
+    def begins_wait(self) -> None:
         """The host asks for the batch of the next step."""
         self._asked_s = self._clock()
 
-    def waited_for_data(self) -> float:
+    def data_wait_s(self) -> float:
         """Seconds since the host asked in which the devices had no step."""
         return self._idle_since(self._asked_s)
 
