@@ -197,9 +197,9 @@ def _differences(kin: Decoder, config: ModelConfig, again: ModelConfig) -> list[
     ours, theirs = traits(config), traits(again)
     names = sorted(ours.keys() | theirs.keys())
     found = [(name, ours.get(name), theirs.get(name)) for name in names]
-    if kin.model_type == "olmoe":  # its norms of queries have the size of the model
+    if kin.heads == "fill":
         found.append(("d_head", config.d_head, config.d_model // config.num_heads))
-    if kin.model_type == "llama":  # transformers refuses others
+    if kin.heads == "divide":
         found.append(("d_model % num_heads", config.d_model % config.num_heads, 0))
     return unexpected(*found)
 

@@ -53,6 +53,8 @@ class Decoder:
         architecture: its class in transformers.
         qk_norm, norm_place: our fields of these names; of the first also the flag of
             config.json that turns `head` on.
+        heads: whether transformers takes `any` sizes of heads, only numbers that `divide` D, or
+            only heads that `fill` D, whose norms of queries have the size of the model.
         bias: biases of attention: a value of our `attention_bias`, or the flag of config.json
             that turns those of `flagged_bias` on.
         flagged_bias: a value of our `attention_bias`.
@@ -101,6 +103,7 @@ class Decoder:
     architecture: str
     qk_norm: str = "none"
     norm_place: str = "before"
+    heads: Literal["any", "divide", "fill"] = "any"
     bias: str = "attention_bias"
     flagged_bias: str = "all"
     epsilon: float = 1e-6
@@ -142,7 +145,7 @@ _LIKE_DEEPSEEK = dict(
 DECODERS = {
     each.model_type: each
     for each in (
-        Decoder("llama", "LlamaForCausalLM", only=(("mlp_bias", False),)),
+        Decoder("llama", "LlamaForCausalLM", heads="divide", only=(("mlp_bias", False),)),
         Decoder("mistral", "MistralForCausalLM", bias="none", window=(4096,)),
         Decoder("qwen2", "Qwen2ForCausalLM", bias="qkv", whole_blocks=28, **_QWEN_WINDOW),
         Decoder(
@@ -162,8 +165,8 @@ DECODERS = {
             num_experts="num_local_experts", normalizes=True,
         ),
         Decoder(
-            "olmoe", "OlmoeForCausalLM", qk_norm="all", epsilon=1e-5, num_experts="num_experts",
-            only=(("clip_qkv", None),),
+            "olmoe", "OlmoeForCausalLM", qk_norm="all", heads="fill", epsilon=1e-5,
+            num_experts="num_experts", only=(("clip_qkv", None),),
         ),
         Decoder(
             "flex_olmo", "FlexOlmoForCausalLM", qk_norm="all", norm_place="after", theta=5e5,
