@@ -6,7 +6,7 @@ in mixed precision, `paper_bytes`; `storage_use` counts them array by array for 
 and the dtypes of a job, as training moves them:
 
     host   parameters, gradients and optimizer state of experts in host memory; a step streams
-           each period through `slots` on the device, and updates run by run there
+           each period through `slots` on the device, and updates period by period there
     disk   a record an expert (parameters and optimizer state), of which the host's memory
            caches some; a step fetches those that it touches, and updates them on the host
 

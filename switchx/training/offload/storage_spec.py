@@ -22,7 +22,8 @@ class StorageSpec:
             program copies the experts of a few periods to the device; or `disk`, one
             record for each expert, of which the host's memory caches some and the device holds
             the experts of a few periods.
-        slots: periods whose experts are on the device at once.
+        slots: periods, the blocks of a stack that repeat, whose experts are on the device at
+            once.
         host_bytes: bytes of host memory for records, with `disk`; None is room for all of them.
         path: folder for the records, with `disk`; it is of this run alone and deleted when a
             run begins. None is a folder in the run folder. Checkpoints link to the records
