@@ -46,9 +46,9 @@ ARROWS = {
     "hardware": ("fields",),
     "models.flops": ("models.config",),
     "models.stored_experts": ("models.config",),
-    "inference.offload.streaming": ("models.flops", "hardware"),
+    "inference.offload.copy_times": ("models.flops", "hardware"),
     "planner": (
-        *("models.flops", "models.stored_experts", "inference.offload.streaming"),
+        *("models.flops", "models.stored_experts", "inference.offload.copy_times"),
         *("pipeline", "partitioning"),
     ),
     "interop": ("models", "tree", "whole_folders", "data"),

@@ -13,7 +13,7 @@ from switchx.optim.schedules import Constant, InverseSquareRoot, LinearWarmup, W
 from switchx.training.distillation.soft_loss import Distillation
 from switchx.training.losses import LossConfig
 from switchx.training.step import StepConfig
-from switchx.training.telemetry.alarms import RoutingAlarms
+from switchx.training.telemetry.routing_alarms import RoutingAlarms
 from switchx.training.text_evaluation import TextEvaluation
 from tests.data.refusals import refused
 from tests.training.jobs import make_job

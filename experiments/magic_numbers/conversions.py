@@ -16,7 +16,7 @@ from unittest import mock
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.grouped_matmul import tpu_rows
+from pallas_kernels.grouped_matmul import tpu_product
 from pallas_kernels.quantization import magic_numbers
 
 COMPILER, IN_16_BITS, IN_32_BITS = "the compiler's", "magic, 16 bits", "magic, 32 bits"
@@ -80,12 +80,12 @@ def in_kernel(back_end: str, name: str):
     """Within it the kernel of a back end, `gpu`, `triton` or `tpu`, converts this way."""
     convert = BY_NAME[name]
     if back_end == "tpu":
-        dot = tpu_rows._dot
+        dot = tpu_product._dot
 
         def converted_first(plan, x_rd, w, *others):
             return dot(plan, x_rd, convert(w, x_rd.dtype), *others)
 
-        with mock.patch.object(tpu_rows, "_dot", converted_first):
+        with mock.patch.object(tpu_product, "_dot", converted_first):
             yield
         return
     module = importlib.import_module(f"pallas_kernels.quantized_grouped_matmul.{back_end}")

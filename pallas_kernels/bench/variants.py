@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.grouped_matmul import gpu_swap_ab
+from pallas_kernels.grouped_matmul import gpu_product
 from pallas_kernels.mosaic_gpu import Consumer, Mosaic
 from pallas_kernels.quantization.qtensor import QTensor
 from pallas_kernels.quantized_grouped_matmul import gpu
@@ -97,12 +97,12 @@ def variants() -> list[Variant]:
 
 def _load_ahead(is_ahead: bool) -> Callable[[Mosaic], contextlib.AbstractContextManager]:
     """The next step's weights are loaded while the products of this one run, or never."""
-    return lambda mosaic: mock.patch.object(gpu_swap_ab._Consumer, "loads_ahead", is_ahead)
+    return lambda mosaic: mock.patch.object(gpu_product._Consumer, "loads_ahead", is_ahead)
 
 
 def _schedule_outside(mosaic: Mosaic) -> contextlib.AbstractContextManager:
     """A kernel before the product makes its schedule."""
-    return mock.patch.object(gpu_swap_ab, "fits_inside", lambda *_: False)
+    return mock.patch.object(gpu_product, "fits_inside", lambda *_: False)
 
 
 @contextlib.contextmanager
@@ -125,7 +125,7 @@ def _copy_only(mosaic: Mosaic) -> Iterator[None]:
 
     with (
         mock.patch.object(Consumer, "accumulate_ahead", accumulate_ahead),
-        mock.patch.object(gpu_swap_ab._Consumer, "loads_ahead", True),
+        mock.patch.object(gpu_product._Consumer, "loads_ahead", True),
     ):
         yield
 

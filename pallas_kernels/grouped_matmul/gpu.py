@@ -28,7 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.epilogue import Epilogue, apply_epilogue
 from pallas_kernels.grouped_matmul import gpu_weight_gradient
-from pallas_kernels.grouped_matmul.gpu_swap_ab import Weights, swap_ab
+from pallas_kernels.grouped_matmul.gpu_product import Weights, swap_ab
 from pallas_kernels.mosaic_gpu import Mosaic, padded
 from pallas_kernels.sorted_rows import rows_before
 from pallas_kernels.tiling.gpu import (

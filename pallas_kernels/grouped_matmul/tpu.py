@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouped matrix product on a TPU, in bfloat16 and float32, and the gradient of its weights.
 
-Rows times matrices, forward and for the gradient of the rows, are the kernel of `tpu_rows.py`;
-the weights' gradient is the one at the end of this file.
+Rows times matrices, forward and for the gradient of the rows, are the kernel of
+`tpu_product.py`; the weights' gradient is the one at the end of this file.
 Dims: R rows, D inputs, F outputs, E experts; r d f blocks; P tiles of rows
 """
 
@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.epilogue import Epilogue
 from pallas_kernels.grouped_matmul.tile_schedule import BlockTiles, num_blocks, tiles_by_expert
 from pallas_kernels.grouped_matmul.tpu_pipeline import run_pipeline
-from pallas_kernels.grouped_matmul.tpu_rows import exact_dot, multiply_rows
+from pallas_kernels.grouped_matmul.tpu_product import exact_dot, multiply_rows
 from pallas_kernels.tiling import tpu as tpu_tiling
 from pallas_kernels.tiling.tpu import Problem, Tiling
 

@@ -4,7 +4,7 @@
 Kim et al. 2022, Who Says Elephants Can't Run (arXiv:2211.10017), section 3.3: weights stay
 integers up to the registers. There they are converted (`prmt`, `lop3` and one subtraction, the
 paper's magic numbers) and go into wgmma as its register operand, which is the first one: so
-features stand on the rows of wgmma and tokens on its columns (gpu_swap_ab.py). The scale of a
+features stand on the rows of wgmma and tokens on its columns (gpu_product.py). The scale of a
 feature multiplies the float32 accumulator once, where a scale in the weights would cost one
 multiplication more for each of them. A scale for each group of D multiplies the sum of each
 step instead.
@@ -34,7 +34,7 @@ from jaxlib.mlir.dialects import llvm
 
 from pallas_kernels.epilogue import Epilogue, check_activation
 from pallas_kernels.grouped_matmul import gpu as plain
-from pallas_kernels.grouped_matmul.gpu_swap_ab import Weights, swap_ab
+from pallas_kernels.grouped_matmul.gpu_product import Weights, swap_ab
 from pallas_kernels.mosaic_gpu import Mosaic, padded
 from pallas_kernels.quantization.magic_numbers import int4_to_float16, int8_to_float16
 from pallas_kernels.quantization.qtensor import FLOAT8

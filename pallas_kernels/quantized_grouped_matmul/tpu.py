@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.epilogue import Epilogue
 from pallas_kernels.grouped_matmul import tpu as plain
-from pallas_kernels.grouped_matmul.tpu_rows import multiply_rows
+from pallas_kernels.grouped_matmul.tpu_product import multiply_rows
 from pallas_kernels.tiling import tpu as tpu_tiling
 from pallas_kernels.tiling.tpu import LANES, Problem, Tiling
 

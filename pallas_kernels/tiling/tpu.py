@@ -72,12 +72,12 @@ class Tiling:
 
     @property
     def first_pieces(self) -> tuple[int, ...]:
-        """Sizes that the first piece of a tile's rows may have (`tpu_rows.py`)."""
+        """Sizes that the first piece of a tile's rows may have (`tpu_product.py`)."""
         most = min(self.block_R, PIECE_ROWS)
         return (*range(PIECE_STEP, most, PIECE_STEP), most)
 
     def multiplied_rows(self, begin_P, end_P):
-        """Rows that `tpu_rows.py` multiplies for the rows of each tile, `[P]`."""
+        """Rows that `tpu_product.py` multiplies for the rows of each tile, `[P]`."""
         spanned_P = end_P - begin_P // ROW_UNIT * ROW_UNIT
         further_P, rest_P = np.divmod(np.maximum(spanned_P - 1, 0), PIECE_ROWS)
         first_P = np.asarray(self.first_pieces)[rest_P // PIECE_STEP]

@@ -20,7 +20,7 @@ import numpy as np
 
 from pallas_kernels.bench.timing import Contender, speedup, take_turns
 from switchx import api
-from switchx.bench import decode_programs, inflight, offload, serving, speculation
+from switchx.bench import continuous_batching, decode_programs, offload, serving, speculation
 from switchx.bench.peers import ctranslate2_peer, torch_peer
 from switchx.bench.train import DENSE, MEBIBYTE, in_ms, needed_bytes, switch_model
 from switchx.inference.config import DecodingConfig
@@ -101,7 +101,7 @@ def run(rounds: int) -> Report:
         config = switch_model(NUM_EXPERTS[0])
         params = init_params(config, jax.random.key(0))
         parts.append(serving.serving(config, params, inputs(PRUNED_BATCH), rounds))
-        parts.append(inflight.inflight(config, params, rounds))
+        parts.append(continuous_batching.inflight(config, params, rounds))
     parts.append(ctranslate2_peer.ratios(DENSE, inputs(BATCH), NEW_TOKENS, decoder, rounds))
     for found, more in parts:
         rows, checks = rows + found, checks + more

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from switchx.bench.inflight import settled
-from switchx.inference.programs import COMPILATIONS
+from switchx.bench.continuous_batching import settled
+from switchx.inference.program_cache import COMPILATIONS
 from switchx.results import Check
 
 CONCURRENCY = (1, 8, 32)

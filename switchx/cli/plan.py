@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     from switchx.hardware.spec import load_hardware
     from switchx.planner.search import GROUPS_DO_NOT_DIVIDE, explain
     from switchx.planner.storage_tiers import TIERS
-    from switchx.planner.way_out import no_plan_message
+    from switchx.planner.suggestions import no_plan_message
     from switchx.results import Check, Report
 
     hardware = load_hardware(arguments.hardware)

@@ -126,7 +126,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _serve(arguments: argparse.Namespace, token: str | None, reporter) -> int:
     from switchx.serving.app import is_loopback
-    from switchx.serving.history import keep_asked
+    from switchx.serving.asked_shapes import keep_asked
     from switchx.serving.metrics import Metrics
     from switchx.serving.models import Models, Reloader
     from switchx.serving.server import Server, open_socket
@@ -160,7 +160,7 @@ def _serve(arguments: argparse.Namespace, token: str | None, reporter) -> int:
 
 def _service(model, *about):
     """A service that first compiles what the model's last one was asked for."""
-    from switchx.serving.history import history_of, read_shapes
+    from switchx.serving.asked_shapes import history_of, read_shapes
     from switchx.serving.requests import fault_of_experts
     from switchx.serving.service import Service
 

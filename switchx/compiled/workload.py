@@ -27,7 +27,7 @@ from switchx.planner.step_time import executed_flops
 from switchx.planner.storage_tiers import Storage
 from switchx.training.distillation.student import teacher_config
 from switchx.training.distillation.written_teacher import has_logits
-from switchx.training.expert_copies import copies_refusal, task_tables
+from switchx.training.expert_copies_program import copies_refusal, task_tables
 from switchx.training.job import TrainingJob
 from switchx.training.program import state_letters
 from switchx.training.step import init_state

@@ -25,7 +25,7 @@ from switchx.inference.artifact import is_artifact
 from switchx.inference.config import DecodingConfig
 from switchx.inference.export import DEVICE_KINDS, Target
 from switchx.inference.generate import for_decoding, positions_needed
-from switchx.inference.offload.streaming import most_slots, streaming
+from switchx.inference.offload.copy_times import most_slots, streaming
 from switchx.inference.texts import decoding_ids
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params

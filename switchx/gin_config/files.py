@@ -14,6 +14,7 @@ from switchx.object_store import way_out
 
 # Module of an earlier version -> where its configurations are now.
 MOVED = {
+    "switchx.training.telemetry.alarms": "switchx.training.telemetry.routing_alarms",
     "switchx.partitioning.schedule": "switchx.pipeline.schedule",
     "switchx.storage.cache": "switchx.training.offload.storage_spec",
     "switchx.training.distillation": "switchx.training.distillation.soft_loss",

@@ -13,7 +13,7 @@ from switchx.inference.offload.expert_slots import slotted
 from switchx.inference.quantize import separate_experts
 from switchx.inference.read_routing import stack_record
 from switchx.inference.running_batch import Hypothesis, RunningBatch
-from switchx.inference.texts import StopStrings
+from switchx.inference.stop_strings import StopStrings
 from switchx.models.config import ModelConfig, require_one_task, require_our_blocks
 from switchx.routing_record import RecordWriter
 

@@ -15,7 +15,7 @@ import math
 import jax
 from jax.experimental import multihost_utils
 
-from switchx.inference.programs import PROGRAMS, Options
+from switchx.inference.program_cache import PROGRAMS, Options
 from switchx.inference.quantize import is_quantized
 from switchx.models.config import ModelConfig
 from switchx.partitioning.compiler_options import CompilerOptions

@@ -38,7 +38,7 @@ from switchx.inference.decode import (
 from switchx.inference.logits_processors import Rows, RowSettings
 from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh
 from switchx.inference.offload.chosen_experts import ChosenExperts
-from switchx.inference.programs import PROGRAMS
+from switchx.inference.program_cache import PROGRAMS
 from switchx.models.config import ModelConfig
 
 

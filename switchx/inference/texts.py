@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users give a model, texts or token ids, as checked token ids; texts that end an output.
+"""What users give a model, texts or token ids, as checked token ids.
 
 Which ids are padding and start tokens says the vocabulary; with T5's, both are 0.
 Dims: B batch, L length
 """
 
-import bisect
 import operator
 from collections.abc import Sequence
 from typing import Literal
@@ -20,8 +19,6 @@ from switchx.data.tokenizers import PAD_ID, OwnIds, Vocabulary
 from switchx.models.config import ModelConfig
 
 Texts = Sequence[str] | Sequence[Sequence[int]]
-# What a vocabulary writes for bytes that are no character yet.
-INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 def token_lists(
@@ -117,52 +114,3 @@ def token_array(tokens, name: str, config: ModelConfig) -> jax.Array:
             f"{name} has {array.shape[1]} positions, the model has {config.max_length}"
         )
     return jnp.array(array, jnp.int32)
-
-
-class StopStrings:
-    """Texts before the first of which an output ends.
-
-    The first is the one that is complete first, and of several then the longest, so that an
-    output is the same in whatever pieces its text comes.
-    """
-
-    def __init__(self, vocabulary: Vocabulary, stops: Sequence[str]):
-        self._vocabulary, self._stops = vocabulary, stops
-
-    def place(self, text: str) -> int | None:
-        """Where a text ends; None where it has none of them."""
-        places = ((text.find(stop), stop) for stop in self._stops)
-        found = [(place + len(stop), place) for place, stop in places if place >= 0]
-        return min(found)[1] if found else None
-
-    def cut(self, text: str) -> str:
-        """The text before the first stop string."""
-        return text[: self.place(text)]
-
-    def num_kept(self, text: str) -> int:
-        """Characters at the end of a text that may be the beginning of one of them."""
-        most = min(len(text), max(map(len, self._stops), default=1) - 1)
-        for length in range(most, 0, -1):
-            if any(stop.startswith(text[-length:]) for stop in self._stops):
-                return length
-        return 0
-
-    def num_tokens(self, tokens: Sequence[int], *, is_last: bool) -> int | None:
-        """Tokens up to the one that completes one of them; None where none does.
-
-        Args:
-            is_last: no tokens come behind these.
-        """
-
-        def has_stop(number: int) -> bool:
-            text = self.decoded(tokens[:number], is_last=is_last and number == len(tokens))
-            return self.place(text) is not None
-
-        if not has_stop(len(tokens)):
-            return None
-        return bisect.bisect_left(range(len(tokens)), True, key=has_stop)
-
-    def decoded(self, tokens: Sequence[int], *, is_last: bool) -> str:
-        """The text of tokens, but for half a character that the next ones may complete."""
-        text = self._vocabulary.decode(list(tokens))
-        return text if is_last else text.rstrip(INCOMPLETE)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multi-head attention: a pure function of arrays, the module that owns its weights, the cache.
+"""Multi-head attention: a pure function of arrays, the module that owns its weights, masks.
 
 Vaswani et al. 2017 (arXiv:1706.03762); T5's form has no 1/sqrt(K) (it is in the query's
 initializer) and adds a relative position bias. Where keys and values have fewer heads, each is
@@ -19,40 +19,11 @@ from flax import nnx
 from pallas_kernels.implementations import current_device
 from switchx.layers.dense import plus, times, weight, zeros
 from switchx.layers.dropout import cheap_again, dropout
+from switchx.layers.kv_cache import KeysValues
 from switchx.layers.norm import rms_norm
 from switchx.partitioning.constrain import constrain, current_rules, num_devices
 
 MASKED = -1e9
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class KeysValues:
-    """The memory of one attention; also the KV cache, of which the first places are used.
-
-    Both products of a decode step read them as they lie: heads stand before places, and each
-    number of a key is beside those of the other places.
-    """
-
-    key_BHKM: jax.Array
-    value_BHMK: jax.Array
-
-    @classmethod
-    def empty(cls, shape_BHMK, dtype) -> "KeysValues":
-        B, H, M, K = shape_BHMK
-        return cls(jnp.zeros((B, H, K, M), dtype), jnp.zeros(shape_BHMK, dtype))
-
-    def written(self, index, new: "KeysValues") -> "KeysValues":
-        """The keys and values with new ones written from `index` on."""
-        put = jax.lax.dynamic_update_slice_in_dim
-        return KeysValues(
-            put(self.key_BHKM, new.key_BHKM, index, axis=3),
-            put(self.value_BHMK, new.value_BHMK, index, axis=2),
-        )
-
-    def first(self, places: int) -> "KeysValues":
-        """The keys and values of the first `places` places."""
-        return KeysValues(self.key_BHKM[..., :places], self.value_BHMK[:, :, :places])
 
 
 def segment_mask(query_segment_BL, key_segment_BM):

@@ -12,10 +12,11 @@ import dataclasses
 import jax
 from flax import nnx
 
-from switchx.layers.attention import Attention, KeysValues
+from switchx.layers.attention import Attention
 from switchx.layers.dense import split_key
 from switchx.layers.dropout import dropout
 from switchx.layers.ffn import DenseFFN
+from switchx.layers.kv_cache import KeysValues
 from switchx.layers.norm import Norm
 from switchx.layers.positions import Rotation
 from switchx.moe.attention import SwitchAttention

@@ -35,8 +35,8 @@ from switchx.fields import require, require_choice
 from switchx.layers.ffn import activate
 from switchx.models.config import ModelConfig, require_our_blocks
 from switchx.models.unroll import unrolled
-from switchx.moe.plan import choice_scores
 from switchx.moe.router import router_scores
+from switchx.moe.routing_plan import choice_scores
 
 # Penalty of a change of a router's weights, over the mean square of its inputs.
 RIDGE = 1e-2

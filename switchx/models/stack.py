@@ -23,7 +23,7 @@ from switchx.layers.norm import Norm
 from switchx.layers.positions import RelativeBias, Rotation, UntiedPositions
 from switchx.models.block import Block, BlockCache, BlockInputs
 from switchx.models.layer_loop import layer_loop
-from switchx.moe.plan import DECISION
+from switchx.moe.routing_plan import DECISION
 from switchx.partitioning.buckets import whole
 from switchx.partitioning.constrain import constrain, constrain_named, gathered_where_used
 

@@ -27,7 +27,7 @@ from switchx.moe.dispatch import (
     token_of_slot,
 )
 from switchx.moe.dropless import sort_into_rows
-from switchx.moe.plan import RoutingPlan
+from switchx.moe.routing_plan import RoutingPlan
 from switchx.moe.sharded_dispatch import run_exchanged, run_on_devices
 from switchx.moe.shared_groups import run_shared, shared_axes
 from switchx.partitioning.collectives import (

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from switchx.layers.attention import AttentionOutput, KeysValues
+from switchx.layers.attention import AttentionOutput
 from switchx.layers.dense import split_key, weight
+from switchx.layers.kv_cache import KeysValues
 from switchx.moe.capacity import out_of_groups
 from switchx.moe.dispatchers import FUNCTIONS
 from switchx.moe.experts import ExpertFFN, blocks_product

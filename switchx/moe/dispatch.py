@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from switchx.layers.dropout import cheap_again
-from switchx.moe.plan import RoutingPlan
+from switchx.moe.routing_plan import RoutingPlan
 from switchx.partitioning.constrain import constrain, current_rules, num_devices, whole
 from switchx.partitioning.placement import Placement
 

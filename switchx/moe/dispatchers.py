@@ -12,7 +12,7 @@ from switchx.moe.all_to_all import all_to_all_dispatch, hierarchical_dispatch, r
 from switchx.moe.dispatch import Dispatcher, einsum_dispatch, gather_dispatch
 from switchx.moe.dispatcher_traits import DISPATCHERS
 from switchx.moe.dropless import gathered_dispatch, sliced_dispatch
-from switchx.moe.plan import RoutingPlan
+from switchx.moe.routing_plan import RoutingPlan
 from switchx.partitioning.collectives import RAGGED_PLATFORMS
 from switchx.partitioning.constrain import current_rules, num_devices
 from switchx.partitioning.mesh import platform_of

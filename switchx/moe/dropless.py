@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.sorted_rows import stable_argsort
 from switchx.moe.dispatch import ExpertBank, gated_sum, gather_rows
-from switchx.moe.plan import RoutingPlan
+from switchx.moe.routing_plan import RoutingPlan
 from switchx.moe.sharded_dispatch import run_on_devices
 from switchx.partitioning.placement import Placement
 

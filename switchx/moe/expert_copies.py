@@ -27,7 +27,7 @@ from switchx.moe.dispatch import (
     gather_into_slots,
     token_of_slot,
 )
-from switchx.moe.plan import RoutingPlan, count_choices
+from switchx.moe.routing_plan import RoutingPlan, count_choices
 from switchx.moe.sharded_dispatch import expert_specs, run_on_devices
 from switchx.partitioning.collectives import ragged_all_to_all, vary
 from switchx.partitioning.constrain import current_rules, num_devices, open_axes

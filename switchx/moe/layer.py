@@ -22,7 +22,6 @@ from switchx.moe.dispatch import gated
 from switchx.moe.dispatchers import choose_dispatcher
 from switchx.moe.expert_copies import local_slots, with_copies
 from switchx.moe.experts import Experts
-from switchx.moe.plan import RoutingPlan, choice_scores, make_plan, rank_experts
 from switchx.moe.quantile_balance import margin_counts, margin_quantiles
 from switchx.moe.router import (
     explored_inputs,
@@ -32,6 +31,7 @@ from switchx.moe.router import (
     router_scores,
     task_logits,
 )
+from switchx.moe.routing_plan import RoutingPlan, choice_scores, make_plan, rank_experts
 from switchx.moe.shared_groups import (
     assign_shared_slots,
     constrain_groups,
@@ -73,7 +73,7 @@ class RoutedLayer(nnx.Module):
     Parameters: `w_router_DE`, unless a hash routes; `b_router_E` where the logits have a bias;
     `router_log_count_E` where experts were merged; `router_bias_E` in float32 where a bias
     balances the load; `router_load_E`, of the step before, where the balance loss compares with
-    it. The last two get no gradient; `training/switch_layers.py` updates them.
+    it. The last two get no gradient; `training/router_bias.py` updates them.
     """
 
     def __init__(self, config, *, key):

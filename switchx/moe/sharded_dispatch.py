@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from switchx import tree
 from switchx.moe.dispatch import ExpertBank
-from switchx.moe.plan import RoutingPlan
+from switchx.moe.routing_plan import RoutingPlan
 from switchx.partitioning.collectives import vary
 from switchx.partitioning.constrain import current_rules, num_devices, open_axes
 from switchx.partitioning.placement import ONE_DEVICE, Placement

@@ -24,7 +24,7 @@ from switchx.moe.capacity import assign_slots
 from switchx.moe.config import DISPATCHERS
 from switchx.moe.dispatch import ExpertBank, gated_sum, gather_rows
 from switchx.moe.dropless import sort_into_rows
-from switchx.moe.plan import RoutingPlan
+from switchx.moe.routing_plan import RoutingPlan
 from switchx.moe.sharded_dispatch import run_exchanged, token_spec
 from switchx.partitioning.collectives import all_to_all, ragged_all_to_all
 from switchx.partitioning.constrain import constrain, current_rules, num_devices, open_axes

@@ -19,7 +19,7 @@ import numpy as np
 from switchx.moe.balance import expected_drops
 from switchx.moe.capacity import out_of_groups
 from switchx.moe.config import RouterConfig
-from switchx.moe.plan import RoutingPlan, choice_margin, choose_experts, chosen_gates
+from switchx.moe.routing_plan import RoutingPlan, choice_margin, choose_experts, chosen_gates
 
 
 @jax.tree_util.register_dataclass

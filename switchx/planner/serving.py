@@ -20,7 +20,7 @@ from switchx import tree
 from switchx.axes import dims_of
 from switchx.fields import require, require_at_least
 from switchx.hardware.spec import Hardware
-from switchx.inference.offload.streaming import most_slots, streamed_layers
+from switchx.inference.offload.copy_times import most_slots, streamed_layers
 from switchx.models.config import PREFILL_CHUNK, ModelConfig
 from switchx.models.stored_experts import EXPERT_MATRICES, EXPERTS_PATH
 from switchx.partitioning.mesh import AXES

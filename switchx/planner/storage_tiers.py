@@ -26,7 +26,7 @@ import dataclasses
 import math
 
 from switchx.hardware.spec import Hardware
-from switchx.inference.offload.streaming import touched_experts
+from switchx.inference.offload.copy_times import touched_experts
 from switchx.models.config import ModelConfig
 from switchx.models.stored_experts import Tier, storage_refusal
 from switchx.planner.layout import Layout, StateArray, Workload, local_bytes, local_shape

@@ -19,7 +19,7 @@ from switchx.api import Model
 from switchx.data.tokenizers import Vocabulary
 from switchx.inference.generate import text_of
 from switchx.inference.running_batch import Hypothesis
-from switchx.inference.texts import INCOMPLETE, StopStrings
+from switchx.inference.stop_strings import INCOMPLETE, StopStrings
 from switchx.serving.limits import Limits
 from switchx.serving.request_queue import Answer, Event
 from switchx.serving.requests import GenerateRequest, Refusal, read_request

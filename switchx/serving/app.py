@@ -30,7 +30,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from switchx.serving import admission
+from switchx.serving import refusals
 from switchx.serving.answers import GenerateForm, JSONResponse
 from switchx.serving.chat import ChatForm
 from switchx.serving.completions import CompletionForm
@@ -251,7 +251,7 @@ class Entrance:
                 )
         most = self._models.limits.max_connections
         if self._num_connections() > most:
-            return admission.too_many_connections(most)
+            return refusals.too_many_connections(most)
         return None
 
 

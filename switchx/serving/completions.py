@@ -23,7 +23,7 @@ from switchx.inference.config import LEAST_TEMPERATURE, MAX_INT32
 from switchx.inference.generate import text_of
 from switchx.inference.running_batch import Hypothesis
 from switchx.inference.score import Score
-from switchx.inference.texts import StopStrings
+from switchx.inference.stop_strings import StopStrings
 from switchx.serving.answers import (
     Behind,
     GrowingAnswer,

@@ -19,7 +19,7 @@ from prometheus_client import (
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 
-from switchx.inference.programs import COMPILATIONS, PROGRAMS
+from switchx.inference.program_cache import COMPILATIONS, PROGRAMS
 from switchx.serving.versions import versions
 
 # Seconds; vLLM's, thinned.

@@ -29,8 +29,8 @@ from switchx.inference.artifact import is_artifact
 from switchx.inference.config import ExpertSlots
 from switchx.partitioning.compiler_options import CompilerOptions
 from switchx.partitioning.mesh import MeshSpec
-from switchx.serving import admission
-from switchx.serving.history import MOST_SHAPES
+from switchx.serving import refusals
+from switchx.serving.asked_shapes import MOST_SHAPES
 from switchx.serving.limits import Limits
 from switchx.serving.metrics import Metrics
 from switchx.serving.requests import Refusal, excerpt
@@ -129,7 +129,7 @@ class Models:
             Refusal: 503, the server stops.
         """
         if self.is_draining:
-            raise admission.stopping()
+            raise refusals.stopping()
         self.num_open += 1
         try:
             yield

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 import uvicorn
 
 from switchx.serving.app import make_app
+from switchx.serving.http_connection import RESERVED_CONNECTIONS, BoundedProtocol, num_staying
 from switchx.serving.models import Models, Reloader
-from switchx.serving.protocol import RESERVED_CONNECTIONS, BoundedProtocol, num_staying
 
 LOG = logging.getLogger(__name__)
 SEND_BUFFER_BYTES = 256 << 10

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 from switchx.api import Model
 from switchx.fields import require
-from switchx.serving import admission
+from switchx.serving import refusals
 from switchx.serving.limits import Limits
 from switchx.serving.metrics import Metrics
 from switchx.serving.request_queue import Answer, Event, Failure, ProgramShape, QueuedInput
@@ -74,7 +74,7 @@ class Service:
         """
         self._require_worker()
         if not self.worker.is_ready:
-            raise admission.compiling()
+            raise refusals.compiling()
         self.num_open += 1
         try:
             yield
@@ -114,7 +114,7 @@ class Service:
 
         events = Events(len(inputs), self.limits.request_timeout_s, end)
         if not self._queue.put(inputs):
-            raise admission.full_queue(len(self._queue), len(inputs), self.limits)
+            raise refusals.full_queue(len(self._queue), len(inputs), self.limits)
         self._open.add(events)
         try:
             yield events

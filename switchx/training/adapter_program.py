@@ -33,7 +33,7 @@ from switchx.models.adapters import (
 from switchx.models.params import abstract_params
 from switchx.partitioning.mesh import PIPE, platform_of
 from switchx.training.evaluate import eval_step
-from switchx.training.expert_copies import has_copies, task_notes
+from switchx.training.expert_copies_program import has_copies, task_notes
 from switchx.training.job import TrainingJob
 from switchx.training.losses import batch_loss
 from switchx.training.program import TrainingProgram

@@ -40,9 +40,9 @@ from switchx.training.losses import LossConfig
 from switchx.training.offload.exclusions import exclusion_of
 from switchx.training.offload.storage_spec import StorageSpec
 from switchx.training.step import StepConfig
-from switchx.training.telemetry.alarms import RoutingAlarms
 from switchx.training.telemetry.metric_writers import Writer, checked_writers
 from switchx.training.telemetry.metrics import TOKEN_METRICS
+from switchx.training.telemetry.routing_alarms import RoutingAlarms
 from switchx.training.text_evaluation import TextEvaluation
 
 

@@ -35,7 +35,6 @@ from switchx.training.start import (
 )
 from switchx.training.step import TrainState
 from switchx.training.stopping import StopAgreement, TrainingStopped, diverged, stop_signals
-from switchx.training.telemetry.alarms import Alarm, AlarmWatch
 from switchx.training.telemetry.goodput import Cause, CompileTime, Goodput, StepTimes
 from switchx.training.telemetry.metric_writers import opened_writers, require_writers
 from switchx.training.telemetry.metrics import (
@@ -47,6 +46,7 @@ from switchx.training.telemetry.metrics import (
     token_metrics,
 )
 from switchx.training.telemetry.profiling import ProfiledSteps, StepProfiler
+from switchx.training.telemetry.routing_alarms import Alarm, AlarmWatch
 from switchx.training.telemetry.throughput import Interval, Stopwatch, counted_flops
 from switchx.training.text_evaluation import TextEvaluator, TextLog
 

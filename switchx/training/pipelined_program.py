@@ -20,7 +20,7 @@ from switchx.pipeline.schedule import Schedule
 from switchx.pipeline.staged_forward import run_forward
 from switchx.pipeline.ticks import Lane, Objective, Op
 from switchx.training.evaluate import PLAIN_LOSS, sampled, sampled_rows
-from switchx.training.expert_copies import task_notes
+from switchx.training.expert_copies_program import task_notes
 from switchx.training.job import TrainingJob
 from switchx.training.microbatches import (
     from_microbatches,

@@ -17,7 +17,12 @@ from switchx.training.distillation.written_teacher import (
     has_logits,
     student_program,
 )
-from switchx.training.expert_copies import CopiesProgram, has_copies, is_by_task, require_copies
+from switchx.training.expert_copies_program import (
+    CopiesProgram,
+    has_copies,
+    is_by_task,
+    require_copies,
+)
 from switchx.training.job import TrainingJob
 from switchx.training.offload.disk_program import LayeredProgram
 from switchx.training.offload.host_program import HostProgram

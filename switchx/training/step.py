@@ -45,7 +45,7 @@ from switchx.training.losses import (
     whole_load,
 )
 from switchx.training.microbatches import into_microbatches, summed_gradients
-from switchx.training.switch_layers import with_balanced_routers
+from switchx.training.router_bias import with_balanced_routers
 
 # Dynamic loss scaling (Micikevicius et al. 2018): doubled after this many good steps.
 LOSS_SCALE_PATIENCE = 2000

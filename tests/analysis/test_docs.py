@@ -15,7 +15,7 @@ from switchx.cli.main import main
 from switchx.data.labelled_texts import MAX_CHARACTERS
 from switchx.models.config import SwitchConfig
 from switchx.routing_atlas import MOST_KNOCK_OUTS
-from switchx.training.telemetry.alarms import FEWEST_CHOICES, RoutingAlarms
+from switchx.training.telemetry.routing_alarms import FEWEST_CHOICES, RoutingAlarms
 from tests.compilation import T5
 from tests.processes import ROOT
 

@@ -12,7 +12,7 @@ from switchx.analysis.drops import Drops, prediction_errors
 from switchx.analysis.slots import Setting, dropped, setting_of
 from switchx.moe.capacity import into_groups, layer_groups
 from switchx.moe.config import RouterConfig, SwitchConfig
-from switchx.moe.plan import make_plan
+from switchx.moe.routing_plan import make_plan
 from switchx.routing_record import (
     RecordedBatch,
     RecordInfo,

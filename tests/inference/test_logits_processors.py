@@ -16,7 +16,7 @@ from switchx.fields import FieldError
 from switchx.inference.config import DecodingConfig
 from switchx.inference.generate import Generator, text_of
 from switchx.inference.logits_processors import Rows, RowSettings
-from switchx.inference.programs import COMPILATIONS
+from switchx.inference.program_cache import COMPILATIONS
 from switchx.inference.running_batch import RunningBatch
 from switchx.inference.score import Scorer
 from tests.cases import slow

@@ -17,7 +17,7 @@ from switchx.inference.config import DecodingConfig
 from switchx.inference.decode import run_until
 from switchx.inference.generate import BATCHES, Generator, for_decoding, without_capacity
 from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh
-from switchx.inference.programs import PROGRAMS
+from switchx.inference.program_cache import PROGRAMS
 from switchx.inference.running_batch import RunningBatch
 from switchx.inference.score import Scorer
 from switchx.partitioning.mesh import MeshSpec

@@ -12,7 +12,7 @@ from switchx.inference.config import NEW_TOKENS, DecodingConfig
 from switchx.inference.decode import prefill
 from switchx.inference.generate import Generator, for_decoding
 from switchx.inference.logits_processors import Rows, RowSettings
-from switchx.inference.programs import COMPILATIONS, Programs, num_maps
+from switchx.inference.program_cache import COMPILATIONS, Programs, num_maps
 from switchx.inference.running_batch import are_compiled
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params
@@ -54,7 +54,7 @@ def test_memory_maps_of_programs_that_left_are_given_back():
 
 def test_few_maps_that_are_left_bound_them_too(monkeypatch):
     programs = Programs(most=9)
-    monkeypatch.setattr("switchx.inference.programs.share_of_maps", lambda: 0.51)
+    monkeypatch.setattr("switchx.inference.program_cache.share_of_maps", lambda: 0.51)
     for factor in range(3):
         programs.run(scaled, (factor,), (3,), params=np.arange(3.0))
     assert len(programs) == 1

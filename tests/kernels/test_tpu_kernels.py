@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.grouped_matmul import tpu
-from pallas_kernels.grouped_matmul.tpu_rows import multiply_rows
+from pallas_kernels.grouped_matmul.tpu_product import multiply_rows
 from pallas_kernels.quantized_grouped_matmul import tpu as quantized
 from pallas_kernels.tiling.tpu import Tiling
 from tests.cases import slow, slow_unless

@@ -18,7 +18,7 @@ from switchx.models.reshape import (
     to_dense,
 )
 from switchx.models.upcycle import multiplied_config, multiply_experts, upcycle, upcycled_config
-from switchx.moe.plan import best_copies, choose_experts
+from switchx.moe.routing_plan import best_copies, choose_experts
 from tests.cases import slow
 from tests.compare import assert_close
 from tests.data.refusals import refused

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from switchx.models.config import RouterConfig
-from switchx.moe.plan import RoutingPlan, make_plan
+from switchx.moe.routing_plan import RoutingPlan, make_plan
 from tests.moe.sharded import make_plan as plan_of_choices
 
 G, T, S, E, C, D = 2, 11, 2, 3, 4, 5

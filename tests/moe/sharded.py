@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from switchx.bench.equivalence import largest_errors
 from switchx.moe.dispatchers import FUNCTIONS, refusal
-from switchx.moe.plan import RoutingPlan
+from switchx.moe.routing_plan import RoutingPlan
 from switchx.moe.sharded_dispatch import expert_specs
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec

@@ -16,7 +16,7 @@ from switchx.moe.balance import (
     load_entropy,
     max_violation,
 )
-from switchx.moe.plan import make_plan
+from switchx.moe.routing_plan import make_plan
 from switchx.moe.stats import measure_routing
 
 

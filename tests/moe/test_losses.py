@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from switchx.models.config import RouterConfig
-from switchx.moe.plan import make_plan
+from switchx.moe.routing_plan import make_plan
 from switchx.moe.stats import balance_sums, measure_routing
 from tests.moe.oracle import softmax
 from tests.moe.plans import top1_plan

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from switchx.models.config import RouterConfig
-from switchx.moe.plan import choose_experts, chosen_gates
 from switchx.moe.router import (
     explored_inputs,
     hash_expert,
@@ -15,6 +14,7 @@ from switchx.moe.router import (
     router_logits,
     sampling_scores,
 )
+from switchx.moe.routing_plan import choose_experts, chosen_gates
 from switchx.moe.stats import balance_sums
 from tests.moe.oracle import softmax
 from tests.moe.plans import top1_plan

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from switchx.models.config import RouterConfig
-from switchx.moe.plan import RoutingPlan, by_gate, route_by_experts
+from switchx.moe.routing_plan import RoutingPlan, by_gate, route_by_experts
 from tests.moe.oracle import softmax
 from tests.moe.plans import plan_of, traced_plan
 

@@ -10,8 +10,8 @@ import pytest
 
 from switchx.models.config import SwitchConfig
 from switchx.moe.config import RouterConfig
-from switchx.moe.plan import make_plan, rank_experts
 from switchx.moe.router import normalized_scores, router_scores
+from switchx.moe.routing_plan import make_plan, rank_experts
 from switchx.moe.stats import count_sequences, measure_routing
 from tests.jaxprs import equations
 from tests.moe.oracle import softmax

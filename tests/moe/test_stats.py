@@ -12,7 +12,7 @@ import scipy.stats
 
 from switchx.models.config import RouterConfig
 from switchx.moe.balance import expected_drops
-from switchx.moe.plan import choice_scores, make_plan
+from switchx.moe.routing_plan import choice_scores, make_plan
 from switchx.moe.stats import Choices, join_stacks, measure_routing
 from tests.compare import assert_close
 from tests.moe.oracle import softmax

@@ -10,7 +10,7 @@ import pytest
 from switchx.hardware.spec import load_hardware
 from switchx.models.config import ModelConfig
 from switchx.optim.adamw import AdamW
-from switchx.planner import way_out
+from switchx.planner import suggestions
 from switchx.planner.layout import Layout
 from switchx.planner.search import (
     DOES_NOT_FIT,
@@ -24,7 +24,7 @@ from switchx.planner.search import (
     search,
     seconds,
 )
-from switchx.planner.way_out import smallest_that_fits, workable_devices
+from switchx.planner.suggestions import smallest_that_fits, workable_devices
 from tests.planner.workloads import DENSE, SPARSE, SWITCH, make_workload, small
 
 V5E, H200 = load_hardware("v5e"), load_hardware("h200")
@@ -163,7 +163,7 @@ def test_devices_that_nothing_divides_into_and_the_fewest_that_would_do():
     assert search_on_v5e(devices=above).plans
     for workload, devices in ((make_workload(), 12), (make_workload(DENSE, batch_size=12), 17)):
         runs = {
-            n: way_out._runs(workload, V5E, n, ON_DEVICE) for n in range(1, 2 * devices + 1)
+            n: suggestions._runs(workload, V5E, n, ON_DEVICE) for n in range(1, 2 * devices + 1)
         }
         near = [n for n in range(devices) if runs.get(n)][-1:]
         near += [n for n in range(devices + 1, 2 * devices + 1) if runs[n]][:1]
@@ -181,7 +181,9 @@ def test_no_group_of_a_model_axis_straddles_two_nodes():
 
 def test_no_number_of_devices_that_the_batch_excludes_is_tried(monkeypatch):
     tried = []
-    monkeypatch.setattr(way_out, "_runs", lambda w, h, number, storage: tried.append(number))
+    monkeypatch.setattr(
+        suggestions, "_runs", lambda w, h, number, storage: tried.append(number)
+    )
     workload = make_workload(batch_size=2**14)
     assert workable_devices(workload, load_hardware("v5p"), 2**16 + 1) == []
     assert len(tried) < 40

@@ -14,7 +14,7 @@ from switchx import tree
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.compiled.workload import workload_of
 from switchx.hardware.spec import load_hardware
-from switchx.inference.offload.streaming import streaming, touched_experts
+from switchx.inference.offload.copy_times import streaming, touched_experts
 from switchx.models.stored_experts import storage_refusal
 from switchx.optim.adafactor import Adafactor
 from switchx.optim.adamw import AdamW

@@ -11,7 +11,7 @@ import numpy as np
 
 from switchx.inference.config import DecodingConfig
 from switchx.inference.generate import Generator, for_decoding
-from switchx.inference.programs import COMPILATIONS, PROGRAMS, num_maps
+from switchx.inference.program_cache import COMPILATIONS, PROGRAMS, num_maps
 from switchx.models.config import ModelConfig
 from switchx.models.params import init_params
 

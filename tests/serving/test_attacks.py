@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from switchx.serving.protocol import BoundedProtocol
+from switchx.serving.http_connection import BoundedProtocol
 from tests.serving import served
 from tests.serving.served import exchange, request_bytes, status_and_json
 

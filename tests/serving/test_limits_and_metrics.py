@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from switchx.inference.config import DecodingConfig, with_defaults
-from switchx.inference.programs import COMPILATIONS
+from switchx.inference.program_cache import COMPILATIONS
 from switchx.serving.limits import Limits
 from switchx.serving.metrics import Metrics
 from switchx.serving.versions import versions

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from switchx.inference.model_mesh import ModelMesh
-from switchx.inference.programs import COMPILATIONS, PROGRAMS
+from switchx.inference.program_cache import COMPILATIONS, PROGRAMS
 from switchx.models.params import init_params
 from switchx.partitioning.mesh import MeshSpec
 from switchx.serving.models import Models

@@ -17,11 +17,11 @@ import pytest
 from switchx.api import Model
 from switchx.data.tasks import TextFormat
 from switchx.data.tokenizers import ByteVocabulary
-from switchx.inference.programs import COMPILATIONS, PROGRAMS
+from switchx.inference.program_cache import COMPILATIONS, PROGRAMS
 from switchx.inference.running_batch import Hypothesis, RunningBatch
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import init_params
-from switchx.serving import history, scheduler
+from switchx.serving import asked_shapes, scheduler
 from switchx.serving.answers import GrowingAnswer
 from switchx.serving.limits import Limits
 from switchx.serving.metrics import INTER_TOKEN
@@ -462,12 +462,14 @@ def test_what_was_asked_for_is_compiled_first_at_the_next_start(tmp_path, caplog
     greedy, beams = (
         ProgramShape.of([1], DecodingConfig(8, beam_size=size), limits) for size in (1, 2)
     )
-    assert history.read_shapes(path, limits) == []
-    history.write_shapes(path, Counter({greedy: 1, beams: 5}))
-    assert history.read_shapes(path, limits) == [beams, greedy]
+    assert asked_shapes.read_shapes(path, limits) == []
+    asked_shapes.write_shapes(path, Counter({greedy: 1, beams: 5}))
+    assert asked_shapes.read_shapes(path, limits) == [beams, greedy]
     narrow = dataclasses.replace(limits, max_beam_size=1)
-    assert history.read_shapes(path, narrow) == [greedy]
-    assert history.read_shapes(path, dataclasses.replace(limits, decodings="beam2")) == [beams]
+    assert asked_shapes.read_shapes(path, narrow) == [greedy]
+    assert asked_shapes.read_shapes(path, dataclasses.replace(limits, decodings="beam2")) == [
+        beams
+    ]
     with served.started(asked_before=[beams]) as service:
         assert list(service.worker.compiled)[0] == beams and len(service.worker.compiled) == 2
     whole = json.dumps([dataclasses.asdict(greedy)])
@@ -476,7 +478,7 @@ def test_what_was_asked_for_is_compiled_first_at_the_next_start(tmp_path, caplog
     others += (whole.replace('": 16', '": 131072'),)  # longer than any
     for text in ("[{}]", "nothing", '[{"prompt_length": "a"}]', "[[]]", *flags, *others):
         path.write_text(text)
-        assert history.read_shapes(path, limits) == []
+        assert asked_shapes.read_shapes(path, limits) == []
     assert caplog.text.count("is not read") == 10
 
 
@@ -485,8 +487,11 @@ def test_two_names_of_a_model_keep_what_both_were_asked_for(tmp_path, monkeypatc
     first, second = (
         ProgramShape.of([1], DecodingConfig(8, beam_size=n), served.LIMITS) for n in (1, 2)
     )
-    history.keep_asked([("a" * 40, Counter({first: 2})), ("a" * 40, Counter({second: 3}))])
-    assert history.read_shapes(history.history_of("a" * 40), served.LIMITS) == [second, first]
+    asked_shapes.keep_asked([("a" * 40, Counter({first: 2})), ("a" * 40, Counter({second: 3}))])
+    assert asked_shapes.read_shapes(asked_shapes.history_of("a" * 40), served.LIMITS) == [
+        second,
+        first,
+    ]
 
 
 def test_a_server_is_ready_where_what_was_asked_for_cannot_be_compiled(monkeypatch):

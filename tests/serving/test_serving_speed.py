@@ -7,9 +7,9 @@ import threading
 import jax
 import pytest
 
-from switchx.bench import inflight, serving
+from switchx.bench import continuous_batching, serving
 from switchx.inference.config import DecodingConfig
-from switchx.inference.programs import COMPILATIONS
+from switchx.inference.program_cache import COMPILATIONS
 from switchx.models.params import init_params
 from switchx.serving.limits import Limits
 from switchx.serving.request_queue import ProgramShape, QueuedInput
@@ -74,20 +74,22 @@ def test_the_baseline_takes_one_group_and_nothing_beside_what_runs():
         return QueuedInput([5], settings, 0, shape, lambda event: None)
 
     short, long, other = queued(9), queued(60), queued(10)
-    assert inflight.batch_by_batch([], [short, long, other]) == [short, other]
-    assert inflight.batch_by_batch([], [long, short]) == [long]
+    assert continuous_batching.batch_by_batch([], [short, long, other]) == [short, other]
+    assert continuous_batching.batch_by_batch([], [long, short]) == [long]
     assert (
-        inflight.batch_by_batch([other], [short, long]) == inflight.batch_by_batch([], []) == []
+        continuous_batching.batch_by_batch([other], [short, long])
+        == continuous_batching.batch_by_batch([], [])
+        == []
     )
 
 
 @pytest.mark.slow
 def test_both_policies_give_the_same_answers(monkeypatch):
-    mixes = [dataclasses.replace(mix, longest=16) for mix in inflight.MIXES]
+    mixes = [dataclasses.replace(mix, longest=16) for mix in continuous_batching.MIXES]
     for name, value in (("REQUESTS", 12), ("SLOTS", 2), ("MIXES", mixes), ("LOAD", 5.0)):
-        monkeypatch.setattr(inflight, name, value)
+        monkeypatch.setattr(continuous_batching, name, value)
     params = init_params(served.CONFIG, jax.random.key(33))
-    rows, checks = inflight.inflight(served.CONFIG, params, rounds=1)
+    rows, checks = continuous_batching.inflight(served.CONFIG, params, rounds=1)
     assert [row["scheduling"].split(", ")[1] for row in rows] == [
         "in flight", "batch by batch"
     ] * 2  # fmt: skip

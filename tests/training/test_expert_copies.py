@@ -12,12 +12,12 @@ from switchx.models.params import abstract_params
 from switchx.moe.copy_placement import place_copies
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
-from switchx.training.expert_copies import with_copies
+from switchx.training.expert_copies_program import with_copies
 from switchx.training.loop import train
 from switchx.training.offload.storage_spec import StorageSpec
 from switchx.training.programs import compiled_program
+from switchx.training.router_bias import layers_of
 from switchx.training.step import StepConfig, gradients, seam_of
-from switchx.training.switch_layers import layers_of
 from tests.cases import slow
 from tests.compare import assert_close_to_largest
 from tests.data.refusals import refused

@@ -37,8 +37,8 @@ from switchx.training.resume import (
     write_run_config,
 )
 from switchx.training.step import StepConfig
-from switchx.training.telemetry.alarms import RoutingAlarms
 from switchx.training.telemetry.metric_writers import WeightsAndBiases
+from switchx.training.telemetry.routing_alarms import RoutingAlarms
 from switchx.training.text_evaluation import TextEvaluation
 from tests.data.refusals import refused
 from tests.processes import ROOT

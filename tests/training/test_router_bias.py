@@ -12,13 +12,13 @@ import pytest
 from switchx import tree
 from switchx.models.config import RouterConfig
 from switchx.models.params import abstract_params, forward
-from switchx.moe.plan import make_plan
+from switchx.moe.routing_plan import make_plan
 from switchx.optim.adamw import AdamW
 from switchx.optim.schedules import Constant
 from switchx.partitioning.mesh import MeshSpec
 from switchx.training.programs import compiled_program
+from switchx.training.router_bias import balanced_bias, layers_of, with_balanced_routers
 from switchx.training.step import StepConfig, init_state, train_step
-from switchx.training.switch_layers import balanced_bias, layers_of, with_balanced_routers
 from tests.cases import slow, slow_unless
 from tests.compare import assert_close_to_largest
 from tests.training.jobs import (

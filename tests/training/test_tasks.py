@@ -26,7 +26,7 @@ from switchx.models.params import forward, of_task
 from switchx.moe.capacity import layer_groups
 from switchx.moe.copy_placement import place_tasks, tasks_of_parts
 from switchx.partitioning.mesh import MeshSpec
-from switchx.training.expert_copies import task_tables, with_copies
+from switchx.training.expert_copies_program import task_tables, with_copies
 from switchx.training.loop import train
 from switchx.training.programs import compiled_program
 from switchx.training.step import Seam, StepConfig, gradients

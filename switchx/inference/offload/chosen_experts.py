@@ -28,6 +28,7 @@ from switchx.checkpoint.items import RECORDS, has_records
 from switchx.fields import require
 from switchx.hardware.spec import Hardware
 from switchx.inference.config import ExpertSlots
+from switchx.inference.offload.copy_times import CallKind, kinds_of_call
 from switchx.inference.offload.cut_program import cut_program
 from switchx.inference.offload.expert_slots import LayerSlots, predicted, run_layer
 from switchx.inference.offload.expert_source import (
@@ -40,7 +41,6 @@ from switchx.inference.offload.expert_source import (
     expert_of_snapshot,
     slice_of,
 )
-from switchx.inference.offload.streaming import CallKind, kinds_of_call
 from switchx.inference.quantize import is_quantized, model_bytes, packed
 from switchx.models.config import ModelConfig, require_our_blocks
 from switchx.models.params import abstract_params

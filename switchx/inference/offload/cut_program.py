@@ -26,7 +26,7 @@ from jax.extend.core import (
     jaxpr_as_fun,
 )
 
-from switchx.inference.programs import PROGRAMS
+from switchx.inference.program_cache import PROGRAMS
 from switchx.moe.experts import absent_rows_p
 
 # (number of the layer, x_RD, count_E) -> y_RD

@@ -17,8 +17,8 @@ from switchx.inference.quantize import native
 from switchx.models.config import ModelConfig
 from switchx.moe.dropless import sort_into_rows
 from switchx.moe.experts import WEIGHTS, ExpertFFN
-from switchx.moe.plan import choice_scores
 from switchx.moe.router import router_logits, router_scores
+from switchx.moe.routing_plan import choice_scores
 from switchx.storage.cache import Cache, Moment
 
 

@@ -5,7 +5,7 @@ SE-MoE (Shen et al. 2022, arXiv:2205.10034), section 3.2, Figure 5. The device h
 experts of K layers; while one layer is computed, those of a later one are copied. The paper's
 ring loads all L layers in each step. Here K - 2 layers keep their slots, and L - K + 2 stream
 through the other two. It is for prompts and large batches, which choose most experts anyway
-(`streaming.py` says when copies hide); decoding steps move less with `ChosenExperts`.
+(`copy_times.py` says when copies hide); decoding steps move less with `ChosenExperts`.
 
 A program is traced as it is, with `AbsentExperts`; where it asks for a layer's experts, those
 that are resident or in a slot compute (`ring_program.py`). There is no second decoder.
@@ -25,8 +25,8 @@ from switchx.inference.offload.chosen_experts import (
     without_aliases,
     without_bank,
 )
+from switchx.inference.offload.copy_times import CallKind, kinds_of_call
 from switchx.inference.offload.ring_program import Bank, ring_program
-from switchx.inference.offload.streaming import CallKind, kinds_of_call
 from switchx.inference.quantize import packed
 from switchx.models.config import ModelConfig
 

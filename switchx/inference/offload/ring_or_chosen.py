@@ -2,7 +2,7 @@
 """Experts in host memory of which a call streams whole layers or moves the chosen ones.
 
 SE-MoE (Shen et al. 2022, arXiv:2205.10034), section 3.2, streams all layers in every call. Here
-the formula of `streaming.py` decides for each call: a prompt has tokens enough to
+the formula of `copy_times.py` decides for each call: a prompt has tokens enough to
 hide the copies of whole layers behind its products, a decode step has few tokens and chooses
 few experts. Both run the same traced programs of the same parameters, and both read the one
 stack of experts in host memory.
@@ -22,11 +22,11 @@ from switchx.inference.offload.chosen_experts import (
     check_slots,
     with_slots,
 )
+from switchx.inference.offload.copy_times import CallKind, streaming
 from switchx.inference.offload.cut_program import kind_of, rows_of
 from switchx.inference.offload.expert_source import HostExperts, ReadExpert, Weights
 from switchx.inference.offload.ring_decode import RingExperts, RingTraffic
 from switchx.inference.offload.ring_program import Bank
-from switchx.inference.offload.streaming import CallKind, streaming
 from switchx.models.config import ModelConfig
 
 

@@ -18,11 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from switchx import tree
+from switchx.inference.offload.copy_times import streamed_layers
 from switchx.inference.offload.cut_program import CutProgram, donated_leaves, kind_of, traced
 from switchx.inference.offload.expert_slots import run_layer
 from switchx.inference.offload.expert_source import Weights
-from switchx.inference.offload.streaming import streamed_layers
-from switchx.inference.programs import PROGRAMS
+from switchx.inference.program_cache import PROGRAMS
 from switchx.inference.quantize import native
 from switchx.inference.run_exported import form_of, host_form, host_memory_kind
 from switchx.models.config import ModelConfig

@@ -35,7 +35,7 @@ from switchx.training.distillation.soft_loss import (
     with_weights_of,
 )
 from switchx.training.evaluate import eval_step
-from switchx.training.expert_copies import CopiesProgram
+from switchx.training.expert_copies_program import CopiesProgram
 from switchx.training.job import TrainingJob, with_suited_dispatcher
 from switchx.training.resume import require_vocabulary_of
 from switchx.training.step import init_key

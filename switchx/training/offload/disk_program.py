@@ -30,7 +30,7 @@ from switchx.optim.updates import global_norm
 from switchx.partitioning.mesh import cpu_device
 from switchx.storage.record import RecordError, StoreError
 from switchx.training.evaluate import PLAIN_LOSS, sampled
-from switchx.training.expert_copies import task_notes
+from switchx.training.expert_copies_program import task_notes
 from switchx.training.job import TrainingJob
 from switchx.training.offload.disk_periods import joined
 from switchx.training.offload.disk_step import LayeredGradients

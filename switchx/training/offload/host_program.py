@@ -25,7 +25,7 @@ from switchx.models.stages import (
 from switchx.partitioning.mesh import HOST, platform_of
 from switchx.partitioning.rules import param_table
 from switchx.training.evaluate import eval_step
-from switchx.training.expert_copies import task_notes
+from switchx.training.expert_copies_program import task_notes
 from switchx.training.job import TrainingJob
 from switchx.training.offload.host_ring import require_sound_ring
 from switchx.training.offload.host_stack import empty, to_device, to_host

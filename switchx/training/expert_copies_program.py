@@ -27,8 +27,8 @@ from switchx.partitioning.rules import Rules
 from switchx.training.evaluate import eval_step
 from switchx.training.job import TrainingJob
 from switchx.training.program import TrainingProgram
+from switchx.training.router_bias import layers_of
 from switchx.training.step import Seam, gradients, seam_of, train_step
-from switchx.training.switch_layers import layers_of
 
 
 class CopiesProgram(TrainingProgram):

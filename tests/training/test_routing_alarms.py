@@ -9,8 +9,8 @@ import pytest
 
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
-from switchx.training.telemetry.alarms import AlarmWatch, RoutingAlarms
 from switchx.training.telemetry.metrics import routing_metrics
+from switchx.training.telemetry.routing_alarms import AlarmWatch, RoutingAlarms
 from tests.data.refusals import refused
 from tests.training.jobs import DENSE, make_job
 from tests.training.routing_stats import two_layers

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from switchx.inference.config import DecodingConfig
-from switchx.inference.programs import COMPILATIONS
+from switchx.inference.program_cache import COMPILATIONS
 from switchx.results import Check
 
 REQUESTS, SLOTS = 96, 16

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Switch layer that each parameter belongs to, and what balances routers after a step.
+"""The biases that balance routers after a step, and the Switch layers of parameters.
 
 Dims: N Switch layers, E experts
 """
