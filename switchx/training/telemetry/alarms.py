@@ -21,7 +21,7 @@ import numpy as np
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.fields import json_text, require, require_above_zero, require_at_least, without_gin
 from switchx.models.config import ModelConfig
-from switchx.moe.balance import DEAD_FRACTION, dead_experts
+from switchx.moe.balance import DEAD_FRACTION, by_task, dead_experts
 from switchx.training.telemetry.metrics import cut_after, logged_lines
 
 # An expert without tokens may be so by chance where an even share has fewer choices.
@@ -191,8 +191,14 @@ class AlarmWatch:
         least, load_NE = self._alarms.dead_lines, routing["load"]
         if least is None:
             return
-        is_much_N = routing["choices"] / load_NE.shape[-1] >= FEWEST_CHOICES
-        lines_NE = self._lines_of("dead", dead_experts(load_NE) & is_much_N[:, None])
+        switch = self._model.switch
+        num_tasks = 1 if switch is None else switch.router.num_tasks
+        load_NUW = by_task(load_NE, num_tasks)
+        load_NU, W = load_NUW.sum(axis=-1), load_NUW.shape[-1]
+        share_NU = load_NU / np.maximum(load_NU.sum(axis=-1, keepdims=True), 1e-12)
+        is_much_NU = routing["choices"][:, None] * share_NU / W >= FEWEST_CHOICES
+        is_much_NE = np.repeat(is_much_NU, W, axis=1)
+        lines_NE = self._lines_of("dead", dead_experts(load_NE, num_tasks) & is_much_NE)
         for n, lines_E in enumerate(lines_NE):
             if (dead := np.flatnonzero(lines_E >= least)).size:
                 more = f" and {dead.size - MOST_NAMED} more" * (dead.size > MOST_NAMED)
