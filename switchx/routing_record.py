@@ -13,6 +13,7 @@ places into groups. A row group is one batch in one stack. Columns:
     LAYER/margin                      float32 score of the last choice over the next one's
     LAYER/dropped s                   whether choice s asked for a slot and got none
     LAYER/expert s                    int16 expert reached, where it may be another than rank s
+    LAYER/gate s                      float32 gate of choice s, where experts choose
 
 The file's metadata (`RecordInfo`, JSON under the key `switchx`) has the rest: groups, capacity
 and gates follow from it.
@@ -75,16 +76,18 @@ class RecordInfo:
     @property
     def num_choices(self) -> int:
         """S, the choices of a token in the `RoutingPlan`."""
-        router = self.switch.router
-        return (
-            self.switch.num_experts if router.kind == "expert_choice" else router.num_selected
-        )
+        switch = self.switch
+        return switch.num_experts if self.has_choosing_experts else switch.router.num_selected
+
+    @property
+    def has_choosing_experts(self) -> bool:
+        return self.switch.router.kind == "expert_choice"
 
     @property
     def reaches_others(self) -> bool:
         """Whether a choice may be another expert than the rank of its number."""
         router = self.switch.router
-        return router.overflow == "reroute" or router.kind == "expert_choice" or router.replay
+        return router.overflow == "reroute" or self.has_choosing_experts or router.replay
 
     @property
     def all_layers(self) -> list[str]:
@@ -127,6 +130,8 @@ class StackRecord:
         margin_NBL: float32 score of the last choice over that of the next expert.
         is_dropped_NBLS: whether a choice asked for a slot and got none.
         expert_NBLS: int16 experts that choices asked for; `num_experts` for none.
+        taken_gate_NBLS: float32 gates where experts choose, which take tokens by more than the
+            probabilities recorded; None elsewhere.
     """
 
     token_BL: Any
@@ -136,6 +141,7 @@ class StackRecord:
     margin_NBL: Any
     is_dropped_NBLS: Any
     expert_NBLS: Any
+    taken_gate_NBLS: Any = None
 
     @property
     def is_token_BL(self):
@@ -146,7 +152,7 @@ class StackRecord:
 
         def cut(name: str):
             x = getattr(self, name)
-            return x[:, :rows] if "_N" in name else x[:rows]
+            return x if x is None else x[:, :rows] if "_N" in name else x[:rows]
 
         return StackRecord(*(cut(each.name) for each in dataclasses.fields(StackRecord)))
 
@@ -160,6 +166,7 @@ def recorded(config, stats, batch: dict) -> dict[str, StackRecord]:
         batch: T5X's feature names.
     """
     stacks = [stack for stack in STACKS if config.num_sparse_layers_of(stack)]
+    has_gates = config.switch.router.kind == "expert_choice"
     return {
         stack: StackRecord(
             token_BL=batch[f"{stack}_input_tokens"],
@@ -169,6 +176,7 @@ def recorded(config, stats, batch: dict) -> dict[str, StackRecord]:
             margin_NBL=choices.margin_BL.astype(np.float32),
             is_dropped_NBLS=choices.dropped_BLS > 0,
             expert_NBLS=choices.expert_BLS.astype(np.int16),
+            taken_gate_NBLS=choices.gate_BLS.astype(np.float32) if has_gates else None,
         )
         for stack, choices in zip(stacks, stats.choices, strict=True)
     }
@@ -205,8 +213,22 @@ class RecordedBatch(StackRecord):
         return layer_capacity(self.info.switch, self.group_shape[1], is_training=False)
 
     @property
+    def chosen_NBLS(self) -> np.ndarray:
+        """int16 experts of the choices, dropped ones too; but where experts choose, a token
+        that none took is in no choice."""
+        if not self.info.has_choosing_experts:
+            return self.expert_NBLS
+        none = np.int16(self.info.switch.num_experts)
+        return np.where(self.is_dropped_NBLS, none, self.expert_NBLS)
+
+    @property
     def gate_NBLS(self) -> np.ndarray:
-        """float32 weights of the choices, as the layer applied them before drops."""
+        """float32 weights of the choices, as the layer applied them before drops; NaN where
+        experts chose and the record is of before 2026-11-29, which lacks them."""
+        if self.taken_gate_NBLS is not None:
+            return self.taken_gate_NBLS
+        if self.info.has_choosing_experts:
+            return np.full(self.expert_NBLS.shape, np.nan, np.float32)
         return gates(self.info.switch, self.rank_NBLR, self.prob_NBLR, self.expert_NBLS)
 
 
@@ -375,8 +397,12 @@ class RecordWriter:
         )
 
 
-def _columns(info: RecordInfo) -> dict[str, tuple[Any, list[str]]]:
-    """Type and names of a layer's columns, by the attribute of a `StackRecord` in them."""
+def _columns(info: RecordInfo, file=None) -> dict[str, tuple[Any, list[str]]]:
+    """Type and names of a layer's columns, by the attribute of a `StackRecord` in them.
+
+    Args:
+        file: file that is read, which may lack gates; None where one is written.
+    """
     import pyarrow
 
     R, S = range(info.num_ranks), range(info.num_choices)
@@ -388,6 +414,9 @@ def _columns(info: RecordInfo) -> dict[str, tuple[Any, list[str]]]:
     }
     if info.reaches_others:
         columns["expert_NBLS"] = pyarrow.int16(), [f"expert {s}" for s in S]
+    has_gates = file is None or any("/gate " in name for name in file.schema_arrow.names)
+    if info.has_choosing_experts and has_gates:
+        columns["taken_gate_NBLS"] = pyarrow.float32(), [f"gate {s}" for s in S]
     return columns
 
 
@@ -459,7 +488,8 @@ class RoutingRecord:
             f"row group {group} has {B} rows of {L} places of a batch of {sizes[0]}, and "
             f"groups of {T} places that these do not fill",
         )
-        S, E, columns = self.info.num_choices, self.info.switch.num_experts, _columns(self.info)
+        S, E = self.info.num_choices, self.info.switch.num_experts
+        columns = _columns(self.info, file)
         suffixes = [name for _, some in columns.values() for name in some]
         wanted = [f"{layer}/{name}" for layer in names for name in suffixes]
         table = file.read_row_group(group, columns=wanted)
@@ -513,7 +543,8 @@ def open_record(path: str | os.PathLike) -> RoutingRecord:
         has_places = file.metadata.num_rows > 0 and info.all_layers
         require(has_places, "it has no places, or no layers")
         wanted = {"stack": None} | dict.fromkeys(_PLACES)
-        for layer, (kind, names) in itertools.product(info.all_layers, _columns(info).values()):
+        columns = _columns(info, file).values()
+        for layer, (kind, names) in itertools.product(info.all_layers, columns):
             wanted |= {f"{layer}/{name}": kind for name in names}
         found = {field.name: field.type for field in file.schema_arrow}
         missing = [

@@ -203,7 +203,7 @@ def _of_record(path: pathlib.Path) -> Snapshot:
     parts = collections.defaultdict(list)
     for batch in record.batches():
         where = batch.is_token_BL
-        arrays = batch.token_BL[where], batch.expert_NBLS[:, where], batch.gate_NBLS[:, where]
+        arrays = batch.token_BL[where], batch.chosen_NBLS[:, where], batch.gate_NBLS[:, where]
         parts[batch.stack].append(arrays)
     stacks = []
     for stack, layers in record.info.layers.items():
