@@ -165,7 +165,7 @@ def _numbers(validation, metrics) -> dict[str, str]:
         rates = sorted(line["tokens_per_s"] for line in metrics[1:] or metrics)
         rows["tokens per second (median)"] = f"{rates[len(rates) // 2]:,.0f}"
         if metrics[-1].get("dropped_fraction") is not None:
-            rows["dropped tokens"] = f"{metrics[-1]['dropped_fraction']:.2%}"
+            rows["dropped choices"] = f"{metrics[-1]['dropped_fraction']:.2%}"
         if skipped := sum(line["skipped_steps"] for line in metrics):
             rows["skipped steps"] = str(skipped)
     return rows
