@@ -397,12 +397,8 @@ class RecordWriter:
         )
 
 
-def _columns(info: RecordInfo, file=None) -> dict[str, tuple[Any, list[str]]]:
-    """Type and names of a layer's columns, by the attribute of a `StackRecord` in them.
-
-    Args:
-        file: file that is read, which may lack gates; None where one is written.
-    """
+def _columns(info: RecordInfo) -> dict[str, tuple[Any, list[str]]]:
+    """Type and names of a layer's columns, by the attribute of a `StackRecord` in them."""
     import pyarrow
 
     R, S = range(info.num_ranks), range(info.num_choices)
@@ -414,8 +410,7 @@ def _columns(info: RecordInfo, file=None) -> dict[str, tuple[Any, list[str]]]:
     }
     if info.reaches_others:
         columns["expert_NBLS"] = pyarrow.int16(), [f"expert {s}" for s in S]
-    has_gates = file is None or any("/gate " in name for name in file.schema_arrow.names)
-    if info.has_choosing_experts and has_gates:
+    if info.has_choosing_experts:
         columns["taken_gate_NBLS"] = pyarrow.float32(), [f"gate {s}" for s in S]
     return columns
 
@@ -488,8 +483,9 @@ class RoutingRecord:
             f"row group {group} has {B} rows of {L} places of a batch of {sizes[0]}, and "
             f"groups of {T} places that these do not fill",
         )
-        S, E = self.info.num_choices, self.info.switch.num_experts
-        columns = _columns(self.info, file)
+        S, E, columns = self.info.num_choices, self.info.switch.num_experts, _columns(self.info)
+        if f"{names[0]}/gate 0" not in file.schema_arrow.names:  # an older record
+            columns.pop("taken_gate_NBLS", None)
         suffixes = [name for _, some in columns.values() for name in some]
         wanted = [f"{layer}/{name}" for layer in names for name in suffixes]
         table = file.read_row_group(group, columns=wanted)
@@ -543,14 +539,14 @@ def open_record(path: str | os.PathLike) -> RoutingRecord:
         has_places = file.metadata.num_rows > 0 and info.all_layers
         require(has_places, "it has no places, or no layers")
         wanted = {"stack": None} | dict.fromkeys(_PLACES)
-        columns = _columns(info, file).values()
-        for layer, (kind, names) in itertools.product(info.all_layers, columns):
+        for layer, (kind, names) in itertools.product(info.all_layers, _columns(info).values()):
             wanted |= {f"{layer}/{name}": kind for name in names}
         found = {field.name: field.type for field in file.schema_arrow}
         missing = [
             name
             for name, kind in wanted.items()
-            if name not in found or kind not in (None, found[name])
+            if "/gate " not in name  # older records lack them
+            and (name not in found or kind not in (None, found[name]))
         ]
         require(not missing, f"it lacks {', '.join(missing[:3])}, which it describes")
         return RoutingRecord(path, info, file.metadata.num_rows)

@@ -21,7 +21,7 @@ import scipy.stats
 from switchx.analysis.comparison_plots import panels_figure
 from switchx.analysis.report import Section, Table
 from switchx.analysis.routing import RoutingHistory, read_history, read_lines
-from switchx.moe.balance import dead_experts, effective_experts, max_violation
+from switchx.moe.balance import dead_experts, load_entropy, max_violation
 
 # Fewer values than these are too few for a bootstrap, whose intervals of ten hold 91%.
 FEW = 40
@@ -35,7 +35,7 @@ ROUTING = {
         h.others.get("dead_experts", dead_experts(h.load).sum(axis=-1)) / h.num_experts
     ),
     "effective experts": lambda h: (
-        h.others.get("effective_experts", effective_experts(h.load)) / h.num_experts
+        h.others.get("effective_experts", np.exp(load_entropy(h.load))) / h.num_experts
     ),
     "router entropy": lambda h: h.entropy / math.log(max(h.num_experts, 2)),
     "gate of 1st choice": lambda history: history.gate,

@@ -14,7 +14,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from switchx.analysis.plots import COLOURS, STYLE, is_single, plain
+from switchx.analysis.plots import COLOURS, STYLE, plain
 
 DASHES = ("-", (0, (5, 1.5)), (0, (2, 1)), (0, (6, 1.5, 1, 1.5)))
 
@@ -41,8 +41,9 @@ def panels_figure(
         for name, (x_N, line_N, low_N, high_N) in bands.items():
             i = names.index(name)
             shade = COLOURS(0.35 + 0.65 * (i + 1) / len(names))
-            style = {"linestyle": DASHES[i % 4], "marker": "o" if is_single(line_N) else None}
-            (handles[name],) = axis.plot(x_N, line_N, color=shade, markersize=3, **style)
+            style = {"linestyle": DASHES[i % 4], "markersize": 3}
+            style["marker"] = "o" if np.isfinite(line_N).sum() == 1 else None
+            (handles[name],) = axis.plot(x_N, line_N, color=shade, **style)
             axis.fill_between(x_N, low_N, high_N, color=shade, alpha=0.15, linewidth=0)
         shown = np.concatenate([line_N[len(line_N) // 4 :] for _, line_N, *_ in bands.values()])
         if len(shown := shown[np.isfinite(shown)]):

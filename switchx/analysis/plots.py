@@ -109,7 +109,7 @@ def course_figure(
             for i, n in enumerate(mine):
                 shade = COLOURS(0.4 + 0.6 * (i + 1) / len(mine))
                 y = course.values[:, n]
-                marker = "o" if markers or is_single(y) else None
+                marker = "o" if markers or np.isfinite(y).sum() == 1 else None
                 axis.plot(steps, y, color=shade, marker=marker, markersize=3, clip_on=False)
                 ends.append((float(y[-1]), layers[n].split()[1], shade))
             if course.level is not None:
@@ -125,11 +125,6 @@ def course_figure(
         axis.set_xlabel("step")
         axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
     return figure
-
-
-def is_single(values: np.ndarray) -> bool:
-    """Whether a graph has one point alone, of which a line shows nothing."""
-    return np.isfinite(values).sum() == 1
 
 
 def transition_figure(shares: Sequence[np.ndarray], pairs: Sequence[tuple[str, str]]) -> Figure:

@@ -115,13 +115,8 @@ class RoutingRun:
         return self.final.layers
 
     @property
-    def num_tasks(self) -> int:
-        return 1 if self.final.switch is None else self.final.switch.router.num_tasks
-
-    @property
-    def has_choosing_experts(self) -> bool:
-        switch = self.final.switch
-        return switch is not None and switch.router.kind == "expert_choice"
+    def switch(self) -> SwitchConfig:
+        return self.final.switch
 
 
 def read_run(
@@ -164,7 +159,7 @@ def all_sections(run: RoutingRun) -> list[Section]:
 def overview(run: RoutingRun) -> Section:
     """The last logged steps in numbers."""
     history = run.history
-    last = history.load[-1], run.num_tasks
+    last = history.load[-1], run.switch.router.num_tasks
     even_NE, dead_NE = even_shares(*last), dead_experts(*last)
     rows = [
         (
@@ -283,7 +278,7 @@ def _largest_violation(evaluation: dict) -> float:
 
 def load(run: RoutingRun) -> Section:
     """Load of every expert over training."""
-    even = even_shares(run.history.load, run.num_tasks)
+    even = even_shares(run.history.load, run.switch.router.num_tasks)
     return Section(
         "Load per expert",
         "Tokens that asked for each expert, before capacity. A balanced router is evenly "
@@ -294,9 +289,8 @@ def load(run: RoutingRun) -> Section:
 
 def course(run: RoutingRun) -> Section:
     """Drops, entropy, gate and dead experts over training."""
-    history, switch = run.history, run.final.switch
-    num_dead = dead_experts(history.load, run.num_tasks).sum(axis=-1).astype(float)
-    gate, entropy = (None, None) if switch is None else ignorant(switch)
+    history, (gate, entropy) = run.history, ignorant(run.switch)
+    is_dead = dead_experts(history.load, run.switch.router.num_tasks)
     levels = {"entropy": entropy, "gate": gate}.items()
     known = ", ".join(f"{name} {level:.3g}" for name, level in levels if level is not None)
     dotted = f" Dotted: a router that knows nothing: {known}." * bool(known)
@@ -304,7 +298,7 @@ def course(run: RoutingRun) -> Section:
         plots.Course("dropped choices", history.dropped),
         plots.Course("router entropy (nats)", history.entropy, entropy, False),
         plots.Course("gate of 1st choice", history.gate, gate),
-        plots.Course("dead experts", num_dead),
+        plots.Course("dead experts", is_dead.sum(axis=-1).astype(float)),
     ]
     return Section(
         "Drops, entropy, gate, dead experts",
@@ -347,8 +341,7 @@ def saturation_section(snapshots: Sequence[Snapshot], note: str = "") -> Section
     final, steps = snapshots[-1], np.array([each.step for each in snapshots])
     chosen = np.concatenate([stack.expert_NTS.ravel() for stack in final.stacks])
     tokens = sum(math.prod(stack.expert_NTS.shape[:2]) for stack in final.stacks)
-    W = final.num_experts if final.switch is None else final.switch.num_candidates
-    chance = np.sum(chosen < final.num_experts) / tokens / W
+    chance = np.sum(chosen < final.num_experts) / tokens / final.switch.num_candidates
     rows = [plots.Course("saturation", saturation_by_step(snapshots), chance)]
     return Section(
         title,
@@ -447,7 +440,7 @@ def similarity(run: RoutingRun) -> Section:
     """The section on how much one layer's routing tells about another's."""
     stacks = [stack for stack in run.final.stacks if len(stack.layers) > 1]
     title = "Likeness of layers"
-    if run.has_choosing_experts:
+    if run.switch.router.kind == "expert_choice":
         said = "Experts choose their tokens here: a token has no first choice to compare."
         return Section(title, said)
     if not stacks:

@@ -167,13 +167,17 @@ class Snapshot:
     """The routing of a fixed sample of validation tokens at one step.
 
     Attributes:
-        switch: the Switch layers; None in the form of before 2026-11-27.
+        switch: the Switch layers; in the form of before 2026-11-27 the number of experts alone
+            is known, and all else is as the paper has it.
     """
 
     step: int
-    num_experts: int
+    switch: SwitchConfig
     stacks: tuple[StackRouting, ...]
-    switch: SwitchConfig | None = None
+
+    @property
+    def num_experts(self) -> int:
+        return self.switch.num_experts
 
     @property
     def layers(self) -> list[str]:
@@ -195,8 +199,7 @@ def read_snapshots(folder: pathlib.Path) -> list[Snapshot]:
             f"{folder} holds no routing sample; each evaluation in training writes one, so "
             "train a model with Switch layers until it is evaluated (EVAL_EVERY)"
         )
-    newest = max(found, key=lambda path: found[path].step)
-    last = found[newest]
+    newest, last = max(found.items(), key=lambda item: item[1].step)
     for path, each in found.items():
         require(
             (each.layers, each.num_experts) == (last.layers, last.num_experts),
@@ -232,8 +235,7 @@ def _of_record(path: pathlib.Path) -> Snapshot:
         token, expert, gate = zip(*parts[stack], strict=True)
         joined = np.concatenate(expert, axis=1), np.concatenate(gate, axis=1)
         stacks.append(StackRouting(tuple(layers), np.concatenate(token), *joined))
-    switch = record.info.switch
-    return Snapshot(record.info.step, switch.num_experts, tuple(stacks), switch)
+    return Snapshot(record.info.step, record.info.switch, tuple(stacks))
 
 
 def _read(path: pathlib.Path) -> Snapshot:
@@ -250,7 +252,7 @@ def _read(path: pathlib.Path) -> Snapshot:
             for stack in ("encoder", "decoder")
             if f"{stack}_token_T" in arrays
         )
-        return Snapshot(int(arrays["step"]), int(arrays["num_experts"]), stacks)
+        return Snapshot(int(arrays["step"]), SwitchConfig(int(arrays["num_experts"])), stacks)
     except (ValueError, KeyError) as error:
         raise ValueError(
             f"{path} is no routing sample that can be read ({error}); remove it, or restore it "

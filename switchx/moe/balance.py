@@ -18,21 +18,23 @@ DEAD_FRACTION = 0.01
 
 def by_task(load: np.ndarray, num_tasks: int) -> np.ndarray:
     """Load `[..., E]` as `[..., U, W]`."""
-    return np.reshape(load, (*np.shape(load)[:-1], num_tasks, -1))
+    return load.reshape(*load.shape[:-1], num_tasks, -1)
 
 
 def even_shares(load: np.ndarray, num_tasks: int = 1) -> np.ndarray:
     """Load `[..., E]` in units of its task's even share: 1 everywhere when balanced."""
     load_UW = by_task(load, num_tasks)
     share_UW = load_UW / np.maximum(np.mean(load_UW, axis=-1, keepdims=True), 1e-12)
-    return share_UW.reshape(np.shape(load))
+    return share_UW.reshape(load.shape)
 
 
 def dead_experts(load: np.ndarray, num_tasks: int = 1) -> np.ndarray:
     """Which experts of `[..., E]` have less than `DEAD_FRACTION` of an even share."""
-    is_dead_UW = by_task(even_shares(load, num_tasks) < DEAD_FRACTION, num_tasks)
-    is_empty_U1 = ~by_task(load, num_tasks).any(axis=-1, keepdims=True) & (num_tasks > 1)
-    return (is_dead_UW & ~is_empty_U1).reshape(np.shape(load))
+    is_dead = even_shares(load, num_tasks) < DEAD_FRACTION
+    if num_tasks > 1:
+        is_seen_U1 = by_task(load, num_tasks).any(axis=-1, keepdims=True)
+        is_dead = (by_task(is_dead, num_tasks) & is_seen_U1).reshape(load.shape)
+    return is_dead
 
 
 def max_violation(load: np.ndarray, num_tasks: int = 1) -> np.ndarray:
@@ -46,28 +48,16 @@ def max_violation(load: np.ndarray, num_tasks: int = 1) -> np.ndarray:
 
 
 def load_entropy(load: np.ndarray, num_tasks: int = 1) -> np.ndarray:
-    """The entropy of loads `[..., E]`, in nats; of several tasks the mean over choices.
+    """The entropy of loads `[..., E]`, in nats; its exponential times U is the effective
+    experts. Of several tasks it is the mean over choices.
 
     It is ln W when even and 0 where one expert has all. One hot expert among many hardly moves
     it: it takes no place of `max_violation`.
     """
-    load_UW = by_task(load, num_tasks)
-    sum_U = load_UW.sum(axis=-1)
-    share_U = sum_U / np.maximum(sum_U.sum(axis=-1, keepdims=True), 1e-12)
-    return np.sum(share_U * _entropies(load_UW), axis=-1)
-
-
-def effective_experts(load: np.ndarray, num_tasks: int = 1) -> np.ndarray:
-    """The number of experts that, evenly loaded, have the entropy of loads `[..., E]`; of
-    several tasks the sum."""
-    load_UW = by_task(load, num_tasks)
-    counts_U = load_UW.any(axis=-1) | (num_tasks == 1)
-    return np.sum(np.where(counts_U, np.exp(_entropies(load_UW)), 0.0), axis=-1)
-
-
-def _entropies(load: np.ndarray) -> np.ndarray:
     share = load / np.maximum(np.sum(load, axis=-1, keepdims=True), 1e-12)
-    return np.sum(scipy.special.entr(share), axis=-1)
+    share_U = by_task(share, num_tasks).sum(axis=-1)
+    nats, nats_of_tasks = (scipy.special.entr(each).sum(axis=-1) for each in (share, share_U))
+    return nats - nats_of_tasks if num_tasks > 1 else nats
 
 
 def expected_drops(tokens, num_selected: int, num_experts: int, capacity: int) -> np.ndarray:

@@ -22,7 +22,7 @@ from switchx.moe.plan import make_plan
 from switchx.moe.router import normalized_scores, router_scores, task_logits
 from switchx.moe.stats import measure_routing
 from tests.analysis.parsed_page import Parser
-from tests.analysis.recorded import MODEL, routing_line, write_lines, write_run, write_snapshot
+from tests.analysis.recorded import routing_line, write_lines, write_run, write_snapshot
 from tests.data.refusals import refused
 
 FIGURE = load_figure(np.array([1, 2]), np.ones((2, 1, 2)), ["encoder 1"])
@@ -113,8 +113,7 @@ def test_overview_and_course_count_the_dead_and_have_levels(run):
     encoder = figure.axes[6]  # the fourth row of two stacks
     assert encoder.get_ylabel() == "dead experts"
     assert [line.get_ydata().tolist() for line in encoder.lines] == [[0, 0], [0, 1]]
-    section = report.course(with_switch(run, MODEL.switch))
-    (figure,) = section.figures
+    (figure,) = (section := report.course(run)).figures
     assert figure.axes[2].lines[-1].get_ydata() == pytest.approx([np.log(2)] * 2)
     assert figure.axes[4].lines[-1].get_ydata() == [0.5, 0.5]
     assert section.text.endswith("a router that knows nothing: entropy 0.693, gate 0.5.")
@@ -123,9 +122,7 @@ def test_overview_and_course_count_the_dead_and_have_levels(run):
 ROUTERS = {
     "switch": RouterConfig(),
     "gshard": RouterConfig(num_selected=2, gate="normalized"),
-    "deepseek": RouterConfig(
-        num_selected=2, score="sigmoid", gate="normalized", gate_scale=1.5
-    ),
+    "scaled": RouterConfig(num_selected=2, gate="normalized", gate_scale=1.5),
     "sigmoid": RouterConfig(num_selected=2, score="sigmoid", gate="score"),
     "softplus": RouterConfig(score="sqrt_softplus", gate="score", gate_scale=2.0),
     "task": RouterConfig(kind="task", num_tasks=2, exploration="none"),
@@ -135,8 +132,8 @@ ROUTERS = {
 
 
 @pytest.mark.parametrize("name", ROUTERS)
-def test_a_router_that_knows_nothing_against_a_layer(run, name):
-    router, switch = ROUTERS[name], SwitchConfig(6, router=ROUTERS[name])
+def test_a_router_that_knows_nothing_against_a_layer(name):
+    router = ROUTERS[name]
     logits_GTE, is_token_GT = jnp.zeros((1, 8, 6)), jnp.ones((1, 8), bool)
     if name == "task":
         logits_GTE = task_logits(logits_GTE, jnp.arange(8, dtype=jnp.int32)[None] % 2, 2)
@@ -144,13 +141,11 @@ def test_a_router_that_knows_nothing_against_a_layer(run, name):
     plan = make_plan(router, logits_GTE, score_GTE, is_token_GT, 8)
     prob_GTE = normalized_scores(router.score, score_GTE)
     means = measure_routing(logits_GTE, prob_GTE, plan, is_token_GT, router).means()
-    gate, entropy = report.ignorant(switch)
+    gate, entropy = report.ignorant(SwitchConfig(6, router=router))
     assert (gate is None) == (name in ("hash", "experts choose"))
     assert gate is None or gate == pytest.approx(float(means["gate"]))
     assert (entropy is None) == (name == "hash")
     assert entropy is None or entropy == pytest.approx(float(means["entropy"]))
-    (figure,) = report.saturation(with_switch(run, switch)).figures
-    assert figure.axes[0].lines[-1].get_ydata() == [12 / 13 / (3 if name == "task" else 6)] * 2
 
 
 def test_balance_shows_what_every_line_has(run):
@@ -178,6 +173,9 @@ def test_saturation_transitions_and_likeness(run):
     encoder, _ = figure.axes
     assert encoder.lines[0].get_ydata().tolist() == [0.5, 0.75, 1.0]
     assert encoder.lines[-1].get_ydata() == [12 / 13 / 2] * 2  # a choice of 13 is none
+    by_task = with_switch(run, SwitchConfig(2, router=ROUTERS["task"]))
+    (figure,) = report.saturation(by_task).figures
+    assert figure.axes[0].lines[-1].get_ydata() == [12 / 13] * 2  # of one expert a task
     # Encoder 1 -> 3: tokens 0, 1 go 0 -> 0, tokens 2, 3 go 1 -> 1; the last is nowhere first.
     (share_EE,) = maps(report.transition(run))
     np.testing.assert_array_equal(share_EE, [[1, 0], [0, 1]])

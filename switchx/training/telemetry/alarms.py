@@ -193,12 +193,11 @@ class AlarmWatch:
             return
         switch = self._model.switch
         num_tasks = 1 if switch is None else switch.router.num_tasks
-        load_NUW = by_task(load_NE, num_tasks)
-        load_NU, W = load_NUW.sum(axis=-1), load_NUW.shape[-1]
-        share_NU = load_NU / np.maximum(load_NU.sum(axis=-1, keepdims=True), 1e-12)
-        is_much_NU = routing["choices"][:, None] * share_NU / W >= FEWEST_CHOICES
-        is_much_NE = np.repeat(is_much_NU, W, axis=1)
-        lines_NE = self._lines_of("dead", dead_experts(load_NE, num_tasks) & is_much_NE)
+        share_NE = load_NE / np.maximum(load_NE.sum(axis=-1, keepdims=True), 1e-12)
+        choices_NUW = by_task(routing["choices"][:, None] * share_NE, num_tasks)
+        is_much_NU1 = choices_NUW.mean(axis=-1, keepdims=True) >= FEWEST_CHOICES
+        is_dead_NUW = by_task(dead_experts(load_NE, num_tasks), num_tasks) & is_much_NU1
+        lines_NE = self._lines_of("dead", is_dead_NUW.reshape(load_NE.shape))
         for n, lines_E in enumerate(lines_NE):
             if (dead := np.flatnonzero(lines_E >= least)).size:
                 more = f" and {dead.size - MOST_NAMED} more" * (dead.size > MOST_NAMED)

@@ -19,12 +19,7 @@ import numpy as np
 from switchx.data.features import Batch, batch_digest
 from switchx.fields import json_text
 from switchx.files import write_atomically
-from switchx.moe.balance import (
-    dead_experts,
-    effective_experts,
-    load_entropy,
-    max_violation,
-)
+from switchx.moe.balance import dead_experts, load_entropy, max_violation
 from switchx.moe.stats import RoutingStats
 from switchx.training.losses import TokenSums
 from switchx.training.step import StepMetrics
@@ -67,11 +62,12 @@ def routing_metrics(stats: RoutingStats | None, violation_N=None) -> dict[str, A
         return {}
     means = {name: np.asarray(mean, np.float64) for name, mean in stats.means().items()}
     load, U = means["load"], stats.num_tasks
+    nats = load_entropy(load, U)
     means |= {
         "load": load.round(6),
         "max_violation": max_violation(load, U) if violation_N is None else violation_N,
-        "load_entropy": load_entropy(load, U) / np.log(max(load.shape[-1] // U, 2)),
-        "effective_experts": effective_experts(load, U),
+        "load_entropy": nats / np.log(max(load.shape[-1] // U, 2)),
+        "effective_experts": U * np.exp(nats),
         "dead_experts": dead_experts(load, U).sum(axis=-1),
         "choices": np.sum(stats.load_E, axis=-1),
     }
