@@ -14,6 +14,7 @@ Dims: R texts, K labels, B rows, X removed experts
 
 import collections
 import dataclasses
+import math
 import pathlib
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -100,10 +101,15 @@ def make_atlas(
         reporter: a `Reporter` of `switchx/progress.py`, or None.
 
     Raises:
-        ValueError: the model has no Switch layers or no vocabulary, a label has too few tokens,
-            or no expert can be removed.
+        ValueError: the model has no Switch layers or no vocabulary, a factor is none, a label
+            has too few tokens, or no expert can be removed.
     """
     require_readable(model, name)
+    factors = tuple(map(float, factors))
+    require(
+        all(0 < each < math.inf for each in factors),
+        f"factors={factors}: capacity factors are finite and above 0; leave the others out",
+    )
     if knockouts:
         with_logit_biases(model.config, model.params)  # refuses before anything is computed
     reporter = reporter or SilentReporter(0)

@@ -13,6 +13,7 @@ places into groups. A row group is one batch in one stack. Columns:
     LAYER/margin                      float32 score of the last choice over the next one's
     LAYER/dropped s                   whether choice s asked for a slot and got none
     LAYER/expert s                    int16 expert reached, where it may be another than rank s
+    LAYER/gate s                      float32 gate of choice s, where experts choose
 
 The file's metadata (`RecordInfo`, JSON under the key `switchx`) has the rest: groups, capacity
 and gates follow from it.
@@ -75,16 +76,18 @@ class RecordInfo:
     @property
     def num_choices(self) -> int:
         """S, the choices of a token in the `RoutingPlan`."""
-        router = self.switch.router
-        return (
-            self.switch.num_experts if router.kind == "expert_choice" else router.num_selected
-        )
+        switch = self.switch
+        return switch.num_experts if self.has_choosing_experts else switch.router.num_selected
+
+    @property
+    def has_choosing_experts(self) -> bool:
+        return self.switch.router.kind == "expert_choice"
 
     @property
     def reaches_others(self) -> bool:
         """Whether a choice may be another expert than the rank of its number."""
         router = self.switch.router
-        return router.overflow == "reroute" or router.kind == "expert_choice" or router.replay
+        return router.overflow == "reroute" or self.has_choosing_experts or router.replay
 
     @property
     def all_layers(self) -> list[str]:
@@ -127,6 +130,8 @@ class StackRecord:
         margin_NBL: float32 score of the last choice over that of the next expert.
         is_dropped_NBLS: whether a choice asked for a slot and got none.
         expert_NBLS: int16 experts that choices asked for; `num_experts` for none.
+        taken_gate_NBLS: float32 gates where experts choose, which take tokens by more than the
+            probabilities recorded; None elsewhere.
     """
 
     token_BL: Any
@@ -136,6 +141,7 @@ class StackRecord:
     margin_NBL: Any
     is_dropped_NBLS: Any
     expert_NBLS: Any
+    taken_gate_NBLS: Any = None
 
     @property
     def is_token_BL(self):
@@ -146,7 +152,7 @@ class StackRecord:
 
         def cut(name: str):
             x = getattr(self, name)
-            return x[:, :rows] if "_N" in name else x[:rows]
+            return x if x is None else x[:, :rows] if "_N" in name else x[:rows]
 
         return StackRecord(*(cut(each.name) for each in dataclasses.fields(StackRecord)))
 
@@ -160,6 +166,7 @@ def recorded(config, stats, batch: dict) -> dict[str, StackRecord]:
         batch: T5X's feature names.
     """
     stacks = [stack for stack in STACKS if config.num_sparse_layers_of(stack)]
+    has_gates = config.switch.router.kind == "expert_choice"
     return {
         stack: StackRecord(
             token_BL=batch[f"{stack}_input_tokens"],
@@ -169,6 +176,7 @@ def recorded(config, stats, batch: dict) -> dict[str, StackRecord]:
             margin_NBL=choices.margin_BL.astype(np.float32),
             is_dropped_NBLS=choices.dropped_BLS > 0,
             expert_NBLS=choices.expert_BLS.astype(np.int16),
+            taken_gate_NBLS=choices.gate_BLS.astype(np.float32) if has_gates else None,
         )
         for stack, choices in zip(stacks, stats.choices, strict=True)
     }
@@ -205,13 +213,27 @@ class RecordedBatch(StackRecord):
         return layer_capacity(self.info.switch, self.group_shape[1], is_training=False)
 
     @property
+    def chosen_NBLS(self) -> np.ndarray:
+        """int16 experts of the choices, dropped ones too; but where experts choose, a token
+        that none took is in no choice."""
+        if not self.info.has_choosing_experts:
+            return self.expert_NBLS
+        none = np.int16(self.info.switch.num_experts)
+        return np.where(self.is_dropped_NBLS, none, self.expert_NBLS)
+
+    @property
     def gate_NBLS(self) -> np.ndarray:
-        """float32 weights of the choices, as the layer applied them before drops."""
+        """float32 weights of the choices, as the layer applied them before drops; NaN where
+        experts chose and the record is of before 2026-11-29, which lacks them."""
+        if self.taken_gate_NBLS is not None:
+            return self.taken_gate_NBLS
+        if self.info.has_choosing_experts:
+            return np.full(self.expert_NBLS.shape, np.nan, np.float32)
         return gates(self.info.switch, self.rank_NBLR, self.prob_NBLR, self.expert_NBLS)
 
 
 def gates(switch: SwitchConfig, rank_R, prob_R, expert_S) -> np.ndarray:
-    """Weights of experts from the probabilities of ranks; see `moe.plan.chosen_gates`.
+    """Weights of experts from the probabilities of ranks; see `moe.routing_plan.chosen_gates`.
 
     A choice of none, and of an expert beyond the ranks (with `reroute`, and where choices are
     replayed), has a gate of 0.
@@ -388,6 +410,8 @@ def _columns(info: RecordInfo) -> dict[str, tuple[Any, list[str]]]:
     }
     if info.reaches_others:
         columns["expert_NBLS"] = pyarrow.int16(), [f"expert {s}" for s in S]
+    if info.has_choosing_experts:
+        columns["taken_gate_NBLS"] = pyarrow.float32(), [f"gate {s}" for s in S]
     return columns
 
 
@@ -460,6 +484,8 @@ class RoutingRecord:
             f"groups of {T} places that these do not fill",
         )
         S, E, columns = self.info.num_choices, self.info.switch.num_experts, _columns(self.info)
+        if f"{names[0]}/gate 0" not in file.schema_arrow.names:  # an older record
+            columns.pop("taken_gate_NBLS", None)
         suffixes = [name for _, some in columns.values() for name in some]
         wanted = [f"{layer}/{name}" for layer in names for name in suffixes]
         table = file.read_row_group(group, columns=wanted)
@@ -519,7 +545,8 @@ def open_record(path: str | os.PathLike) -> RoutingRecord:
         missing = [
             name
             for name, kind in wanted.items()
-            if name not in found or kind not in (None, found[name])
+            if "/gate " not in name  # older records lack them
+            and (name not in found or kind not in (None, found[name]))
         ]
         require(not missing, f"it lacks {', '.join(missing[:3])}, which it describes")
         return RoutingRecord(path, info, file.metadata.num_rows)

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
+from switchx.analysis.atlas import Labels, read_layers
 from switchx.analysis.drops import prediction_errors
 from switchx.models.config import RouterConfig, SwitchConfig
 from switchx.models.params import forward
@@ -85,6 +86,34 @@ def test_the_record_alone_says_what_was_dropped(written):
     record = open_record(written[-1])
     errors = prediction_errors(record, record).values()
     assert all(each.differing == 0 < each.both for each in errors)
+
+
+def test_experts_that_choose_have_gates_and_drop_whom_none_takes(tmp_path):
+    router = RouterConfig(kind="expert_choice", exploration="none")
+    switch = SwitchConfig(8, stacks="encoder", eval_capacity_factor=0.5, router=router)
+    model = dataclasses.replace(ENCODER_DECODER, switch=switch)
+    batch, path = make_batch(model, 8), tmp_path / "record.parquet"
+    stats = statistics(model, make_params(model), batch)
+    with RecordWriter(path, RecordInfo(switch, model.sparse_layers_by_stack, 7, "eval")) as to:
+        to.add(0, jax.device_get(recorded(model, stats, batch)), 8)
+    (each,), gate_NBLS = open_record(path).batches(), np.asarray(stats.choices[0].gate_BLS)
+    np.testing.assert_array_equal(each.gate_NBLS, gate_NBLS)
+    labels = Labels(("all",), np.zeros(8, int), np.arange(8))
+    for n, layer in enumerate(read_layers(open_record(path), labels)):
+        load, refused = np.zeros(8, int), 0
+        for gates in gate_NBLS[n, each.is_token_BL]:
+            load += gates > 0
+            refused += not gates.any()
+        assert layer.load_E.tolist() == load.tolist() and refused > 0
+        assert layer.dropped == refused / (load.sum() + refused)
+        assert all(x.gate > 0 for examples in layer.examples for x in examples)
+    # Records of before 2026-11-29 lack gates.
+    schema = pyarrow.parquet.read_schema(path)
+    names = [name for name in schema.names if "/gate " in name]
+    rewritten(path, lambda table: table.drop_columns(names))
+    (old,) = open_record(path).batches()
+    np.testing.assert_array_equal(old.chosen_NBLS, each.chosen_NBLS)
+    assert np.isnan(old.gate_NBLS).all() and len(names) == 8 * len(gate_NBLS)
 
 
 def test_margins_are_the_room_of_the_last_choice():

@@ -261,7 +261,7 @@ def _read(record: RoutingRecord, stack: str, name: str, num_rows: int, start_id)
         found = (
             batch.token_BL,
             np.broadcast_to(row_B1, where.shape),
-            batch.expert_NBLS[0],
+            batch.chosen_NBLS[0],
             batch.gate_NBLS[0],
             batch.prob_NBLR[0, ..., 0],
             batch.margin_NBL[0],
@@ -293,6 +293,7 @@ def _layer_atlas(
 ) -> LayerAtlas:
     expert_TS, E = routed.expert_TS, num_experts
     num_tokens, num_choices = expert_TS.shape
+    num_asked = np.sum((expert_TS < E) | routed.is_dropped_TS)
     text_T = labels.text_B[routed.row_T]
     counts = token_counts(expert_TS, routed.token_T, E)
     shuffled_T = np.random.default_rng(seed).permutation(num_tokens)
@@ -303,7 +304,7 @@ def _layer_atlas(
         num_tokens=num_tokens,
         num_choices=num_choices,
         load_E=np.bincount(expert_TS.reshape(-1), minlength=E + 1)[:E],
-        dropped=float(routed.is_dropped_TS.mean()),
+        dropped=float(routed.is_dropped_TS.sum() / max(num_asked, 1)),
         probability=float(routed.prob_T.mean(dtype=np.float64)),
         margin=float(routed.margin_T.mean(dtype=np.float64)),
         together_EE=coactivations(expert_TS, E),

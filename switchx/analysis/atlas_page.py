@@ -79,7 +79,7 @@ def overview(atlases: Sequence[Atlas]) -> Section:
                     "busiest": float(even_E.max()),
                     "idlest": float(even_E.min()),
                     "dead": some(np.flatnonzero(dead_experts(layer.load_E))),
-                    "dropped": f"{layer.dropped:.1%}",
+                    "dropped choices": f"{layer.dropped:.1%}",
                     "probability": layer.probability,
                     "margin": layer.margin,
                     "label information": f"{own.mutual / (own.labels or 1):.1%}",

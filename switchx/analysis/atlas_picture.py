@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from switchx.analysis.atlas import Atlas, KnockOuts
 from switchx.analysis.drops import FEW, DropsByFactor
-from switchx.analysis.plots import COLOURS, PERCENT, STYLE
+from switchx.analysis.plots import COLOURS, PERCENT, STYLE, plain
 
 MARKERS = "os^DvPX*"
 FEW_EXPERTS, FEW_LABELS = 6, len(MARKERS)
@@ -68,11 +68,12 @@ def _draw_changes(axis, removed: KnockOuts, labels) -> None:
     shown = np.sort(np.argsort(-removed.tokens_K, kind="stable")[:FEW_LABELS])
     size_XK = np.abs(removed.change_XK[:, shown])
     most = np.argsort(-size_XK.max(axis=1), kind="stable")[:FEW_EXPERTS]
+    handles = []
     for i, k in enumerate(shown):
         change_X, low_X, high_X = (
             each_XK[most, k] for each_XK in (removed.change_XK, removed.low_XK, removed.high_XK)
         )
-        axis.errorbar(
+        drawn = axis.errorbar(
             change_X,
             np.arange(len(most)) + 0.6 * ((i + 0.5) / len(shown) - 0.5),
             xerr=np.maximum([change_X - low_X, high_X - change_X], 0),
@@ -80,8 +81,8 @@ def _draw_changes(axis, removed: KnockOuts, labels) -> None:
             color=COLOURS(0.4 + 0.6 * (i + 1) / len(shown)),
             markersize=4,
             linewidth=1,
-            label=labels[k],
         )
+        handles.append(drawn)
     largest = np.nanmax(size_XK, initial=1e-9)  # a label may have no text with rows
     axis.set_xscale("symlog", linthresh=10 ** math.floor(math.log10(largest) - 1))
     axis.axvline(0, color="0.4", linewidth=1)
@@ -90,4 +91,6 @@ def _draw_changes(axis, removed: KnockOuts, labels) -> None:
     axis.invert_yaxis()
     axis.set_xlabel("change of loss, nats a target token")
     axis.set_title("without one expert, by label (95% intervals)", loc="left")
-    axis.legend(frameon=False, fontsize=8, loc="lower right")  # the smallest changes are below
+    names = [plain(labels[k]) for k in shown]  # given here: labels may begin with "_"
+    # The smallest changes are below.
+    axis.legend(handles, names, frameon=False, fontsize=8, loc="lower right")

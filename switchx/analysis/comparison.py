@@ -27,12 +27,16 @@ from switchx.moe.balance import dead_experts, load_entropy, max_violation
 FEW = 40
 # What training takes.
 COSTS = ("step", "tokens", "model FLOPs", "wall-clock hours")
-# Numbers of every Switch layer, `[steps, N]`.
+# Numbers of every Switch layer, `[steps, N]`, as training logged them where it did.
 ROUTING = {
-    "dropped per token": lambda history: history.dropped,
-    "MaxVio": lambda history: max_violation(history.load),
-    "dead experts": lambda history: dead_experts(history.load).mean(axis=-1),
-    "effective experts": lambda h: np.exp(load_entropy(h.load)) / h.num_experts,
+    "dropped choices": lambda history: history.dropped,
+    "MaxVio": lambda h: h.others.get("max_violation", max_violation(h.load)),
+    "dead experts": lambda h: (
+        h.others.get("dead_experts", dead_experts(h.load).sum(axis=-1)) / h.num_experts
+    ),
+    "effective experts": lambda h: (
+        h.others.get("effective_experts", np.exp(load_entropy(h.load))) / h.num_experts
+    ),
     "router entropy": lambda h: h.entropy / math.log(max(h.num_experts, 2)),
     "gate of 1st choice": lambda history: history.gate,
 }
@@ -281,6 +285,12 @@ class Comparison:
             f"{others[0].last_step}; {known}.{caution}"
         )
 
+    @property
+    def costs(self) -> list[str]:
+        """The costs that a run has logged."""
+        runs = [run for each in self.configurations for run in each.runs]
+        return [c for c in COSTS if any(np.isfinite(run.costs[c][-1]) for run in runs)]
+
     def sections(self) -> list[Section]:
         """Everything, in the order of the page."""
         return [self.overview(), self.losses(), self.settings(), self.routing()]
@@ -300,7 +310,7 @@ class Comparison:
             }
             | {
                 cost: f"{np.mean([run.costs[cost][-1] for run in each.runs]):.4g}"
-                for cost in COSTS
+                for cost in self.costs
             }
             for each in self.configurations
         ]
@@ -318,9 +328,10 @@ class Comparison:
         rows = []
         for kind in ("training", "validation"):
             bands = {
-                c: {x.name: x.loss_band(kind, c) for x in self.configurations} for c in COSTS
+                c: {x.name: x.loss_band(kind, c) for x in self.configurations}
+                for c in self.costs
             }
-            rows.append([(cost, f"{kind} loss", bands[cost]) for cost in COSTS])
+            rows.append([(cost, f"{kind} loss", bands[cost]) for cost in self.costs])
         return Section(
             "Loss",
             "Lines are means over seeds that did not diverge, bands their 95% intervals. The "
@@ -349,7 +360,8 @@ class Comparison:
             "Routing",
             "Means over Switch layers and seeds, and the 95% interval over seeds. Dead and "
             "effective experts are shares of all experts, the router's entropy one of ln E, "
-            "MaxVio the load of the busiest expert in even shares, less 1.",
+            "MaxVio the load of the busiest expert in even shares, less 1, the mean of "
+            "batches. Drops are shares of choices.",
             [panels_figure([panels[:3], panels[3:]])],
         )
 

@@ -14,7 +14,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from switchx.analysis.plots import COLOURS, STYLE
+from switchx.analysis.plots import COLOURS, STYLE, plain
 
 DASHES = ("-", (0, (5, 1.5)), (0, (2, 1)), (0, (6, 1.5, 1, 1.5)))
 
@@ -41,7 +41,9 @@ def panels_figure(
         for name, (x_N, line_N, low_N, high_N) in bands.items():
             i = names.index(name)
             shade = COLOURS(0.35 + 0.65 * (i + 1) / len(names))
-            (handles[name],) = axis.plot(x_N, line_N, color=shade, linestyle=DASHES[i % 4])
+            style = {"linestyle": DASHES[i % 4], "markersize": 3}
+            style["marker"] = "o" if np.isfinite(line_N).sum() == 1 else None
+            (handles[name],) = axis.plot(x_N, line_N, color=shade, **style)
             axis.fill_between(x_N, low_N, high_N, color=shade, alpha=0.15, linewidth=0)
         shown = np.concatenate([line_N[len(line_N) // 4 :] for _, line_N, *_ in bands.values()])
         if len(shown := shown[np.isfinite(shown)]):
@@ -49,5 +51,6 @@ def panels_figure(
             axis.set_ylim(shown.min() - room, shown.max() + room)
         axis.set(xlabel=x, ylabel=y)
         axis.xaxis.set_major_locator(MaxNLocator(nbins=4))
-    figure.legend(handles.values(), handles, loc="outside lower left", frameon=False, ncols=3)
+    labels, options = map(plain, handles), {"loc": "outside lower left", "ncols": 3}
+    figure.legend(handles.values(), labels, frameon=False, **options)
     return figure

@@ -157,10 +157,9 @@ def paired_batches(
 
 def _chosen(batch: RecordedBatch, n: int) -> np.ndarray:
     """`[B, L, S]` experts that tokens would choose, in the order of their numbers."""
-    router = batch.info.switch.router
-    if router.kind == "expert_choice":
-        return np.sort(batch.expert_NBLS[n], axis=-1)
-    return np.sort(batch.rank_NBLR[n, ..., : router.num_selected], axis=-1)
+    if batch.info.has_choosing_experts:
+        return np.sort(batch.chosen_NBLS[n], axis=-1)
+    return np.sort(batch.rank_NBLR[n, ..., : batch.info.num_choices], axis=-1)
 
 
 def _require_comparable(a: RoutingRecord, b: RoutingRecord) -> None:

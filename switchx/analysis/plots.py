@@ -45,6 +45,11 @@ MAX_NUMBERED_ROWS = 12
 LOAD_LIMIT = 4.0
 
 
+def plain(text: str) -> str:
+    """A text as matplotlib draws it when it is no mathematics, whatever dollars are in it."""
+    return text.replace("$", r"\$")
+
+
 def load_figure(steps: np.ndarray, even_load: np.ndarray, layers: Sequence[str]) -> Figure:
     """Load by step and expert, a map a layer.
 
@@ -91,13 +96,12 @@ def course_figure(
     """Numbers by step, one graph a layer: a row of axes a number, a column a stack.
 
     Args:
-        markers: a mark at every step, for few steps.
+        markers: a mark at every step, for few steps; a single one has it always.
     """
     stacks = list(dict.fromkeys(layer.split()[0] for layer in layers))
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(1.2 + 4.2 * len(stacks), 0.5 + 1.7 * len(rows)))
         grid = figure.subplots(len(rows), len(stacks), sharex=True, sharey="row", squeeze=False)
-    marker = "o" if markers else None
     for axes, course in zip(grid, rows, strict=True):
         for axis, stack in zip(axes, stacks, strict=True):
             mine = [n for n, layer in enumerate(layers) if layer.split()[0] == stack]
@@ -105,6 +109,7 @@ def course_figure(
             for i, n in enumerate(mine):
                 shade = COLOURS(0.4 + 0.6 * (i + 1) / len(mine))
                 y = course.values[:, n]
+                marker = "o" if markers or np.isfinite(y).sum() == 1 else None
                 axis.plot(steps, y, color=shade, marker=marker, markersize=3, clip_on=False)
                 ends.append((float(y[-1]), layers[n].split()[1], shade))
             if course.level is not None:
@@ -144,8 +149,8 @@ def class_figure(
     """Plots the experts that the tokens of each class go to, one map for each layer.
 
     Args:
-        shares: `[E, classes]` each, columns adding up to 1, NaN for a class without tokens;
-            the last column is of all tokens.
+        shares: `[E, classes]` each, columns adding up to the choices of a token; the last
+            column is of all tokens.
         classes: names of the columns of each map.
     """
     label = "share of the class's tokens"
@@ -173,9 +178,7 @@ def _class_maps(values, classes, layers, limit: float, y: str, bar: str, **optio
     for axis, each, names, layer in zip(axes, values, classes, layers, strict=True):
         image = _map(axis, each, limit, layer, None, y)
         axis.axvline(len(names) - 1.5, color="white", linewidth=5)
-        # A dollar is no mathematics.
-        texts = [name.replace("$", r"\$") for name in names]
-        axis.set_xticks(range(len(texts)), texts, rotation=35, ha="right")
+        axis.set_xticks(range(len(names)), map(plain, names), rotation=35, ha="right")
         axis.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=10))
     _colour_bar(figure, image, axes, bar, **options)
     return figure

@@ -37,6 +37,7 @@ from switchx.analysis.routing import (
     typical_tokens,
 )
 from switchx.moe.balance import DEAD_FRACTION, dead_experts, even_shares
+from switchx.moe.config import SwitchConfig
 
 NUM_TYPICAL_TOKENS = 8
 _VISIBLE = str.maketrans({" ": "\u2423", "\n": "\u21b5", "\t": "\u21e5", "\r": "\u240d"})
@@ -113,6 +114,10 @@ class RoutingRun:
     def layers(self) -> list[str]:
         return self.final.layers
 
+    @property
+    def switch(self) -> SwitchConfig:
+        return self.final.switch
+
 
 def read_run(
     folder: pathlib.Path,
@@ -154,7 +159,8 @@ def all_sections(run: RoutingRun) -> list[Section]:
 def overview(run: RoutingRun) -> Section:
     """The last logged steps in numbers."""
     history = run.history
-    even_NE, dead_NE = even_shares(history.load[-1]), dead_experts(history.load[-1])
+    last = history.load[-1], run.switch.router.num_tasks
+    even_NE, dead_NE = even_shares(*last), dead_experts(*last)
     rows = [
         (
             layer,
@@ -172,7 +178,7 @@ def overview(run: RoutingRun) -> Section:
         "busiest expert",
         "idlest expert",
         "dead experts",
-        "dropped",
+        "dropped choices",
         "entropy",
         "gate",
     )
@@ -220,8 +226,8 @@ def balance(run: RoutingRun) -> Section:
         "Effective experts are the exponential of the load's entropy; dotted: all experts. "
         "Information is what a token tells about its expert, in nats: 0 for a router that is "
         "uniform or the same for all. Gate mass is the probability of the chosen experts "
-        "together, margin the score of the last chosen one less the next. Drops are per token, "
-        "those of a router that is balanced and chooses for each token by itself.",
+        "together, margin the score of the last chosen one less the next. Drops are shares of "
+        "choices, of a router that is balanced and chooses for each token by itself.",
         [plots.course_figure(history.steps, list(drawn.values()), run.layers)],
         [Table(("layer", *(BALANCE[name] for name in known)), rows)],
     )
@@ -250,7 +256,8 @@ def checkpoints(run: RoutingRun) -> Section:
         (line["step"], *(_number(line[name]) for name in names), _largest_violation(line))
         for line in run.evaluations
     ]
-    columns = ("step", "neg. log perplexity", "accuracy", "dropped", "largest MaxVio")
+    rows = [(*row[:3], f"{row[3]:.1%}", row[4]) for row in rows]
+    columns = ("step", "neg. log perplexity", "accuracy", "dropped choices", "largest MaxVio")
     return Section(
         title,
         "Of the validation set, evaluated after training. MaxVio is that of all its tokens "
@@ -271,31 +278,49 @@ def _largest_violation(evaluation: dict) -> float:
 
 def load(run: RoutingRun) -> Section:
     """Load of every expert over training."""
+    even = even_shares(run.history.load, run.switch.router.num_tasks)
     return Section(
         "Load per expert",
         "Tokens that asked for each expert, before capacity. A balanced router is evenly "
         "light; a dark row is an expert that many tokens choose, a white one gets hardly any.",
-        [plots.load_figure(run.history.steps, even_shares(run.history.load), run.layers)],
+        [plots.load_figure(run.history.steps, even, run.layers)],
     )
 
 
 def course(run: RoutingRun) -> Section:
     """Drops, entropy, gate and dead experts over training."""
-    history, E = run.history, run.history.num_experts
-    num_dead = dead_experts(history.load).sum(axis=-1).astype(float)
+    history, (gate, entropy) = run.history, ignorant(run.switch)
+    is_dead = dead_experts(history.load, run.switch.router.num_tasks)
+    levels = {"entropy": entropy, "gate": gate}.items()
+    known = ", ".join(f"{name} {level:.3g}" for name, level in levels if level is not None)
+    dotted = f" Dotted: a router that knows nothing: {known}." * bool(known)
     rows = [
-        plots.Course("dropped per token", history.dropped),
-        plots.Course("router entropy (nats)", history.entropy, math.log(E), False),
-        plots.Course("gate of 1st choice", history.gate, 1 / E),
-        plots.Course("dead experts", num_dead),
+        plots.Course("dropped choices", history.dropped),
+        plots.Course("router entropy (nats)", history.entropy, entropy, False),
+        plots.Course("gate of 1st choice", history.gate, gate),
+        plots.Course("dead experts", is_dead.sum(axis=-1).astype(float)),
     ]
     return Section(
         "Drops, entropy, gate, dead experts",
-        "A graph a Switch layer, named by its block, later blocks darker. Dotted: a router "
-        "that knows nothing, whose entropy is ln E and whose gate is 1/E. Dropped choices "
-        "found their expert full.",
+        "A graph a Switch layer, named by its block, later blocks darker. Dropped choices "
+        f"found their expert full.{dotted}",
         [plots.course_figure(history.steps, rows, run.layers)],
     )
+
+
+def ignorant(switch: SwitchConfig) -> tuple[float | None, float | None]:
+    """The gate of the first choice and the entropy of a router whose logits are equal.
+
+    Both are None where there are no logits or an expert counts several times, the gate, too,
+    where experts choose.
+    """
+    router, W = switch.router, switch.num_candidates
+    if not router.has_weights or router.counts_merged:
+        return None, None
+    score = {"softmax": 1 / W, "sigmoid": 0.5, "sqrt_softplus": math.sqrt(math.log(2))}
+    gate = 1 / router.num_selected if router.gate == "normalized" else score[router.score]
+    is_chosen = router.kind == "expert_choice"
+    return None if is_chosen else router.gate_scale * gate, math.log(W)
 
 
 def saturation(run: RoutingRun) -> Section:
@@ -316,7 +341,7 @@ def saturation_section(snapshots: Sequence[Snapshot], note: str = "") -> Section
     final, steps = snapshots[-1], np.array([each.step for each in snapshots])
     chosen = np.concatenate([stack.expert_NTS.ravel() for stack in final.stacks])
     tokens = sum(math.prod(stack.expert_NTS.shape[:2]) for stack in final.stacks)
-    chance = np.sum(chosen < final.num_experts) / tokens / final.num_experts
+    chance = np.sum(chosen < final.num_experts) / tokens / final.switch.num_candidates
     rows = [plots.Course("saturation", saturation_by_step(snapshots), chance)]
     return Section(
         title,
@@ -363,12 +388,12 @@ def classes(run: RoutingRun) -> Section:
         for expert_TS in stack.expert_NTS:
             counts = class_counts(expert_TS, class_T, run.final.num_experts, len(run.classes))
             counts = np.c_[counts[:, shown], counts.sum(axis=1)]
-            shares.append(rows_to_shares(counts.T).T)
+            shares.append(counts / np.r_[sizes[shown], len(class_T)])
             names.append([*labels, f"all ({len(class_T):,})"])
     return Section(
         "Token classes",
         "Of the sample's tokens of a class (how many there are stands behind it), the "
-        "percentage that each expert gets; the last column is the expert's load. A cell darker "
+        "percentage that each expert gets; the last column is of all tokens. A cell darker "
         "than that is what the expert is for. A decoder routes its inputs: special is mostly "
         "the padding that begins a text.",
         [plots.class_figure(shares, names, run.layers)],
@@ -415,6 +440,9 @@ def similarity(run: RoutingRun) -> Section:
     """The section on how much one layer's routing tells about another's."""
     stacks = [stack for stack in run.final.stacks if len(stack.layers) > 1]
     title = "Likeness of layers"
+    if run.switch.router.kind == "expert_choice":
+        said = "Experts choose their tokens here: a token has no first choice to compare."
+        return Section(title, said)
     if not stacks:
         return Section(title, "No stack has two Switch layers to compare.")
     similarities = [layer_similarity(s.expert_NTS, run.final.num_experts) for s in stacks]

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from switchx.fields import require
+from switchx.moe.config import SwitchConfig
 from switchx.npz import read_arrays
 from switchx.routing_record import open_record
 
@@ -43,11 +44,12 @@ class RoutingHistory:
     Attributes:
         steps: steps that were logged, `[steps]`.
         load: `[steps, N, E]`, share of the layer's choices that asked for each expert.
-        dropped: `[steps, N]`, choices without a slot, per token.
+        dropped: `[steps, N]`, share of the choices that asked for a slot and got none.
         entropy: `[steps, N]`, of the router, in nats; ln E where it knows nothing.
         gate: `[steps, N]`, weight of the first choice.
         others: `[steps, N]` by name, all else that every line has of the layers
-            (`telemetry/metrics.routing_metrics`): `max_violation`, `information`, ...
+            (`telemetry/metrics.routing_metrics`): `max_violation`, `information`, ...; the
+            floor `expected_dropped` is a share of choices, too.
     """
 
     steps: np.ndarray
@@ -84,14 +86,19 @@ def read_history(path: pathlib.Path) -> RoutingHistory:
     load = stacked("load")
     mine = {field.name for field in dataclasses.fields(RoutingHistory)}
     names = set.intersection(*({*line["routing"]} for line in routed)) - mine
+    others = {name: stacked(name) for name in sorted(names)}
+    # With several choices a token the loads add up to their number.
+    num_choices = np.maximum(load.sum(axis=-1), 1e-12)
+    asked = others.pop("asked", num_choices)  # logged where experts choose
+    if "expected_dropped" in others:
+        others["expected_dropped"] /= num_choices
     return RoutingHistory(
         steps=np.array([line["step"] for line in routed]),
-        # With several choices a token the loads add up to their number.
-        load=load / np.maximum(load.sum(axis=-1, keepdims=True), 1e-12),
-        dropped=stacked("dropped"),
+        load=load / num_choices[..., None],
+        dropped=stacked("dropped") / np.maximum(asked, 1e-12),
         entropy=stacked("entropy"),
         gate=stacked("gate"),
-        others={name: stacked(name) for name in sorted(names)},
+        others=others,
     )
 
 
@@ -157,11 +164,20 @@ class StackRouting:
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """The routing of a fixed sample of validation tokens at one step."""
+    """The routing of a fixed sample of validation tokens at one step.
+
+    Attributes:
+        switch: the Switch layers; in the form of before 2026-11-27 the number of experts alone
+            is known, and all else is as the paper has it.
+    """
 
     step: int
-    num_experts: int
+    switch: SwitchConfig
     stacks: tuple[StackRouting, ...]
+
+    @property
+    def num_experts(self) -> int:
+        return self.switch.num_experts
 
     @property
     def layers(self) -> list[str]:
@@ -173,16 +189,25 @@ def read_snapshots(folder: pathlib.Path) -> list[Snapshot]:
     """The samples in a run's `routing/` folder, by step.
 
     Raises:
-        ValueError: there is none, or a file is damaged.
+        ValueError: there is none, a file is damaged, or one is of other Switch layers than the
+            last.
     """
-    snapshots = [_of_record(path) for path in folder.glob("step_*.parquet")]
-    snapshots += [_read(path) for path in folder.glob("step_*.npz")]
-    if not snapshots:
+    found = {path: _of_record(path) for path in folder.glob("step_*.parquet")}
+    found |= {path: _read(path) for path in folder.glob("step_*.npz")}
+    if not found:
         raise ValueError(
             f"{folder} holds no routing sample; each evaluation in training writes one, so "
             "train a model with Switch layers until it is evaluated (EVAL_EVERY)"
         )
-    return sorted(snapshots, key=lambda snapshot: snapshot.step)
+    newest, last = max(found.items(), key=lambda item: item[1].step)
+    for path, each in found.items():
+        require(
+            (each.layers, each.num_experts) == (last.layers, last.num_experts),
+            f"{path} is of {each.num_experts} experts in {', '.join(each.layers)}, and "
+            f"{newest.name} of {last.num_experts} in {', '.join(last.layers)}; they are of two "
+            "models: remove the one that does not belong there",
+        )
+    return sorted(found.values(), key=lambda snapshot: snapshot.step)
 
 
 def comparable(snapshots: Sequence[Snapshot]) -> list[Snapshot]:
@@ -203,14 +228,14 @@ def _of_record(path: pathlib.Path) -> Snapshot:
     parts = collections.defaultdict(list)
     for batch in record.batches():
         where = batch.is_token_BL
-        arrays = batch.token_BL[where], batch.expert_NBLS[:, where], batch.gate_NBLS[:, where]
+        arrays = batch.token_BL[where], batch.chosen_NBLS[:, where], batch.gate_NBLS[:, where]
         parts[batch.stack].append(arrays)
     stacks = []
     for stack, layers in record.info.layers.items():
         token, expert, gate = zip(*parts[stack], strict=True)
         joined = np.concatenate(expert, axis=1), np.concatenate(gate, axis=1)
         stacks.append(StackRouting(tuple(layers), np.concatenate(token), *joined))
-    return Snapshot(record.info.step, record.info.switch.num_experts, tuple(stacks))
+    return Snapshot(record.info.step, record.info.switch, tuple(stacks))
 
 
 def _read(path: pathlib.Path) -> Snapshot:
@@ -227,7 +252,7 @@ def _read(path: pathlib.Path) -> Snapshot:
             for stack in ("encoder", "decoder")
             if f"{stack}_token_T" in arrays
         )
-        return Snapshot(int(arrays["step"]), int(arrays["num_experts"]), stacks)
+        return Snapshot(int(arrays["step"]), SwitchConfig(int(arrays["num_experts"])), stacks)
     except (ValueError, KeyError) as error:
         raise ValueError(
             f"{path} is no routing sample that can be read ({error}); remove it, or restore it "

@@ -77,9 +77,7 @@ class RunFolder:
     corpora = _inside("corpora.json")  # what of the files of the data was read, and left out
     # The vocabulary's copy is in vocabulary.*, see data/vocabularies.py.
     metrics = _inside("metrics.jsonl")  # one line a logged step
-    alarms = _inside(
-        "alarms.jsonl"
-    )  # telemetry/routing_alarms.py
+    alarms = _inside("alarms.jsonl")  # telemetry/routing_alarms.py
     validation = _inside(
         "validation.jsonl"
     )  # one line an evaluation, metrics of texts among them

@@ -115,26 +115,30 @@ def _trace(arguments: argparse.Namespace):
     return trace_of_choices(
         stacks,
         model.switch.num_experts,
-        _record_bytes(folder, layers, is_training),
+        _record_bytes(_job(folder), layers, is_training),
         sweeps=3 if is_training else 1,
         tokens_per_step=arguments.tokens_per_step or (512 if is_training else 1),
     )
 
 
-def _record_bytes(folder, layers: list[str], is_training: bool) -> int:
-    """Bytes of an expert's parameters, in training with the optimizer's statistics."""
-    from switchx.compiled.workload import state_arrays
+def _job(folder):
     from switchx.gin_config import building
     from switchx.training.job import TrainingJob
 
     building.parse_files([str(folder.operative_config)], [], [])
-    job = building.build("JOB", TrainingJob)
-    stacks = tuple({name.split()[0] for name in layers})
+    return building.build("JOB", TrainingJob)
+
+
+def _record_bytes(job, layers: list[str], is_training: bool) -> int:
+    """Bytes of an expert's parameters, in training with the optimizer's statistics."""
+    from switchx.compiled.workload import state_arrays
+
+    stacks = {name.split()[0] for name in layers}
     arrays = [
         array
         for array in state_arrays(job)
         if array.table == "expert_params"
-        and array.name.startswith(stacks)
+        and stacks & {*array.name.split("/")}  # the optimizer's begin as `0/mu/decoder`
         and (is_training or array.kind == "params")
     ]
     total = sum(math.prod(array.shape) * array.itemsize for array in arrays)

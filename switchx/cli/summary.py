@@ -9,6 +9,7 @@ import json
 import os
 from typing import Any
 
+import numpy as np
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
@@ -20,6 +21,7 @@ from switchx.gin_config import building
 from switchx.gin_config.files import configs_dir
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params
+from switchx.moe.balance import even_shares
 from switchx.own_code import is_of_working_directory
 from switchx.training.job import TrainingJob
 from switchx.training.loop import Outcome
@@ -121,11 +123,11 @@ def load_table(model: ModelConfig, load: list[list[float]]) -> Group:
     is_short = num_experts <= MAX_COLUMNS
     for column in map(str, range(num_experts)) if is_short else ("least", "median", "most"):
         table.add_column(column, justify="right")
-    for name, shares in zip(model.sparse_layer_names, load, strict=True):
-        even_share = sum(shares) / num_experts or 1.0
+    even_NE = even_shares(np.array(load), model.switch.router.num_tasks)
+    for name, shares in zip(model.sparse_layer_names, even_NE, strict=True):
         if not is_short:
             shares = [min(shares), sorted(shares)[num_experts // 2], max(shares)]
-        table.add_row(name, *(f"{share / even_share:.2f}" for share in shares))
+        table.add_row(name, *(f"{share:.2f}" for share in shares))
     # Not the table's title, which would be broken to the table's width.
     return Group("load per expert (1.00 is an even share)", table)
 
@@ -165,7 +167,7 @@ def _numbers(validation, metrics) -> dict[str, str]:
         rates = sorted(line["tokens_per_s"] for line in metrics[1:] or metrics)
         rows["tokens per second (median)"] = f"{rates[len(rates) // 2]:,.0f}"
         if metrics[-1].get("dropped_fraction") is not None:
-            rows["dropped tokens"] = f"{metrics[-1]['dropped_fraction']:.2%}"
+            rows["dropped choices"] = f"{metrics[-1]['dropped_fraction']:.2%}"
         if skipped := sum(line["skipped_steps"] for line in metrics):
             rows["skipped steps"] = str(skipped)
     return rows

@@ -2,8 +2,11 @@
 """How evenly experts are loaded, and how many choices the most even of routers would drop.
 
 A load is the number of choices that ask for each expert before capacity, or a share of them.
-Functions of NumPy arrays alone: of what training logs, and of what a run has recorded.
-Dims: T tokens of a group, S choices of a token, E experts, C slots of an expert
+Functions of NumPy arrays alone: of what training logs, and of what a run has recorded. Where
+experts are divided among tasks, the rows of tasks are no router's doing: each task's experts
+are looked at alone, and a task without choices counts nothing.
+Dims: T tokens of a group, S choices of a token, E experts, C slots of an expert, U tasks,
+W experts of a task
 """
 
 import numpy as np
@@ -13,33 +16,48 @@ import scipy.special
 DEAD_FRACTION = 0.01
 
 
-def even_shares(load: np.ndarray) -> np.ndarray:
-    """Load `[..., E]` in units of an even share: 1 everywhere when balanced."""
-    return load / np.maximum(np.mean(load, axis=-1, keepdims=True), 1e-12)
+def by_task(load: np.ndarray, num_tasks: int) -> np.ndarray:
+    """Load `[..., E]` as `[..., U, W]`."""
+    return load.reshape(*load.shape[:-1], num_tasks, -1)
 
 
-def dead_experts(load: np.ndarray) -> np.ndarray:
+def even_shares(load: np.ndarray, num_tasks: int = 1) -> np.ndarray:
+    """Load `[..., E]` in units of its task's even share: 1 everywhere when balanced."""
+    load_UW = by_task(load, num_tasks)
+    share_UW = load_UW / np.maximum(np.mean(load_UW, axis=-1, keepdims=True), 1e-12)
+    return share_UW.reshape(load.shape)
+
+
+def dead_experts(load: np.ndarray, num_tasks: int = 1) -> np.ndarray:
     """Which experts of `[..., E]` have less than `DEAD_FRACTION` of an even share."""
-    return even_shares(load) < DEAD_FRACTION
+    is_dead = even_shares(load, num_tasks) < DEAD_FRACTION
+    if num_tasks > 1:
+        is_seen_U1 = by_task(load, num_tasks).any(axis=-1, keepdims=True)
+        is_dead = (by_task(is_dead, num_tasks) & is_seen_U1).reshape(load.shape)
+    return is_dead
 
 
-def max_violation(load: np.ndarray) -> np.ndarray:
-    """MaxVio of loads `[..., E]`, `(max_e n_e - mean n) / mean n`: 0 when even, at most E - 1.
+def max_violation(load: np.ndarray, num_tasks: int = 1) -> np.ndarray:
+    """MaxVio of loads `[..., E]`, `(max_e n_e - mean n) / mean n`: 0 when even, at most W - 1.
 
     Wang et al. 2024 (arXiv:2408.15664), eq. 4: of a training batch it is MaxVio_batch, of the
-    whole validation set MaxVio_global. A layer without any choice has 0.
+    whole validation set MaxVio_global. A layer without any choice has 0. Of several tasks it is
+    the largest.
     """
-    return np.maximum(even_shares(load).max(axis=-1) - 1, 0.0)
+    return np.maximum(even_shares(load, num_tasks).max(axis=-1) - 1, 0.0)
 
 
-def load_entropy(load: np.ndarray) -> np.ndarray:
-    """The entropy of loads `[..., E]`, in nats; its exponential is the effective experts.
+def load_entropy(load: np.ndarray, num_tasks: int = 1) -> np.ndarray:
+    """The entropy of loads `[..., E]`, in nats; its exponential times U is the effective
+    experts. Of several tasks it is the mean over choices.
 
-    It is ln E when even and 0 where one expert has all. One hot expert among many hardly moves
+    It is ln W when even and 0 where one expert has all. One hot expert among many hardly moves
     it: it takes no place of `max_violation`.
     """
     share = load / np.maximum(np.sum(load, axis=-1, keepdims=True), 1e-12)
-    return np.sum(scipy.special.entr(share), axis=-1)
+    share_U = by_task(share, num_tasks).sum(axis=-1)
+    nats, nats_of_tasks = (scipy.special.entr(each).sum(axis=-1) for each in (share, share_U))
+    return nats - nats_of_tasks if num_tasks > 1 else nats
 
 
 def expected_drops(tokens, num_selected: int, num_experts: int, capacity: int) -> np.ndarray:

@@ -57,7 +57,7 @@ class RoutingStats:
             is a sequence; by the load of the step before, each token is one.
         router_z: sum over tokens of logsumexp(logits)^2, with its gradient.
         load_E: tokens that asked for each expert, before capacity.
-        dropped: choices that got no slot.
+        dropped: choices that asked for a slot and got none.
         entropy: sum over tokens of the router's entropy, in nats.
         gate: sum over tokens of the largest gate of each token.
         prob_E: sum over tokens of the router's probability of each expert; with its gradient
@@ -73,8 +73,11 @@ class RoutingStats:
             training with such a bias; None elsewhere.
         expected_dropped: choices that a balanced router would drop in these groups
             (`balance.expected_drops`); None where that is not the law of its drops.
+        asked: choices that asked for a slot where experts choose: those taken, which `load_E`
+            counts, and those dropped. None elsewhere: `load_E` counts both.
         choices: the choices of every token, one item for each stack (the encoder's first). A
             program that does not return them does not compute them either; see `summed`.
+        num_tasks: tasks that the experts are divided among (`RouterConfig.num_tasks`).
     """
 
     tokens: jax.Array
@@ -93,7 +96,9 @@ class RoutingStats:
     counted_E: jax.Array | None = None
     margin_EW: jax.Array | None = None
     margin_E: jax.Array | None = None
+    asked: jax.Array | None = None
     choices: tuple[Choices, ...] = ()
+    num_tasks: int = dataclasses.field(default=1, metadata={"static": True})
 
     @property
     def summed(self) -> "RoutingStats":
@@ -105,7 +110,7 @@ class RoutingStats:
         """The statistics without what a step's update of the routers alone reads."""
         return dataclasses.replace(self, counted_E=None, margin_EW=None, margin_E=None)
 
-    def with_load(self, share_NE, tokens, num_tasks: int = 1) -> "RoutingStats":
+    def with_load(self, share_NE, tokens) -> "RoutingStats":
         """The statistics of a part of a batch whose balance loss is by the whole batch's load.
 
         `E sum_e f_e P_e` is linear in P, so with f known the parts add up to it exactly.
@@ -113,9 +118,8 @@ class RoutingStats:
         Args:
             share_NE: f, shares of the choices of the whole batch, per layer.
             tokens: number of tokens of the whole batch.
-            num_tasks: see `balance_sums`.
         """
-        weight_NE = _times_experts(share_NE, num_tasks)
+        weight_NE = _times_experts(share_NE, self.num_tasks)
         balance = jnp.sum(weight_NE * self.prob_E, axis=-1) / tokens
         return dataclasses.replace(self, balance=balance, groups=self.tokens / tokens)
 
@@ -133,11 +137,13 @@ class RoutingStats:
         """Every sum over what it is a sum of, per layer; `load` is `[..., E]`.
 
         `information` is that of a token about its expert, H(mean p) - mean H(p) in nats: 0 of a
-        router that is uniform, or certain and the same for all tokens.
+        router that is uniform, or certain and the same for all tokens. What a token's task
+        tells, where experts are divided among tasks, is none of the router's and left out.
         """
         tokens = jnp.maximum(self.tokens, 1)
         per_token = {
             "dropped": self.dropped,
+            "asked": self.asked,
             "expected_dropped": self.expected_dropped,
             "entropy": self.entropy,
             "gate": self.gate,
@@ -147,7 +153,9 @@ class RoutingStats:
         }
         means = {name: sum / tokens for name, sum in per_token.items() if sum is not None}
         if self.prob_E is not None:
-            mean_entropy = _entropy(self.prob_E / tokens[..., None])
+            prob_E = self.prob_E / tokens[..., None]
+            prob_U = jnp.sum(prob_E.reshape(*tokens.shape, self.num_tasks, -1), axis=-1)
+            mean_entropy = _entropy(prob_E) - _entropy(prob_U)
             means["information"] = jnp.maximum(mean_entropy - means["entropy"], 0.0)
         return means | {
             "load": self.load_E / tokens[..., None],
@@ -204,6 +212,8 @@ def measure_routing(
     prob_E = jnp.sum(jnp.sum(summed_GTE, axis=1), axis=0)
     if is_of_batch:
         counted_E = jnp.sum(plan.counted_GE, axis=0).astype(jnp.float32)
+    count_E = jnp.sum(plan.count_GE, axis=0).astype(jnp.float32)
+    dropped = jnp.sum(plan.is_dropped_GTS).astype(jnp.float32)
     if load_E is not None:
         share_E, groups = jax.lax.stop_gradient(load_E), tokens
         balance = jnp.sum(_times_experts(share_E, router.num_tasks) * prob_E)
@@ -212,8 +222,8 @@ def measure_routing(
         groups=groups,
         balance=balance,
         router_z=jnp.sum(jax.nn.logsumexp(logits_GTE, axis=-1) ** 2 * token_GT),
-        load_E=jnp.sum(plan.count_GE, axis=0).astype(jnp.float32),
-        dropped=jnp.sum(plan.is_dropped_GTS).astype(jnp.float32),
+        load_E=count_E,
+        dropped=dropped,
         entropy=jnp.sum(entropy_GT * token_GT),
         gate=jnp.sum(jax.lax.stop_gradient(jnp.max(plan.gate_GTS, axis=-1)) * token_GT),
         prob_E=prob_E,
@@ -222,6 +232,8 @@ def measure_routing(
         bias=None if bias_E is None else tokens * jnp.mean(jax.lax.stop_gradient(bias_E)),
         expected_dropped=floor,
         counted_E=counted_E,
+        asked=jnp.sum(count_E) + dropped if router.kind == "expert_choice" else None,
+        num_tasks=router.num_tasks,
     )
 
 

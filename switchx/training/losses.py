@@ -333,8 +333,7 @@ def with_whole_load(
     if stats is None or denominators.share_NE is None:
         return stats
     tokens_N = jnp.maximum(_by_layer(model, denominators.tokens), 1)
-    num_tasks = model.switch.router.num_tasks
-    return stats.with_load(denominators.share_NE, tokens_N, num_tasks)
+    return stats.with_load(denominators.share_NE, tokens_N)
 
 
 def token_sums(

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs compared, of folders written by hand: numbers against loops and scipy, the command."""
 
+import dataclasses
+import json
 import math
 import shutil
 
@@ -82,8 +84,22 @@ def test_seeds_are_one_configuration_with_the_interval_of_scipy(folders):
     of_pairs = scipy.stats.ttest_rel(*FINALS.values()).confidence_interval()
     found = difference(first, second)
     assert (found.low, found.high) == pytest.approx(tuple(of_pairs))
-    # The mean over layers of the loads' MaxVio: 0 and 1.
-    np.testing.assert_allclose(first.routing_band("MaxVio")[1], [0.5, 0.5])
+    # The mean of batches, which training logged; of runs that did not, that of the loads: 0, 1.
+    np.testing.assert_allclose(first.routing_band("MaxVio")[1], [0.02, 0.06])
+    old = dataclasses.replace(first.runs[0].history, others={})
+    old = dataclasses.replace(first, runs=[dataclasses.replace(first.runs[0], history=old)])
+    np.testing.assert_allclose(old.routing_band("MaxVio")[1], [0.5, 0.5])
+
+
+def test_costs_that_no_run_has_logged_are_left_out(tmp_path):
+    folder = write_run(tmp_path / "a")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    lines = [{k: v for k, v in line.items() if k != "model_flops_per_s"} for line in lines]
+    write_lines(folder / "metrics.jsonl", lines)
+    compared = compare([folder])
+    (table,), (figure,) = compared.overview().tables, compared.losses().figures
+    assert "tokens" in table.columns and "model FLOPs" not in table.columns
+    assert len(figure.axes) == 2 * 3 and "nan" not in compared.overview()._repr_html_()
 
 
 def test_the_headline_says_whether_seeds_tell_apart(folders, tmp_path):

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from switchx.analysis.atlas import CONTEXT, LEAST_TIMES, NUM_PERMUTATIONS
-from switchx.analysis.atlas_page import MOST_EXPERTS
+from switchx.analysis.atlas_page import MOST_EXPERTS, MOST_ROWS
 from switchx.cli.main import main
 from switchx.data.labelled_texts import MAX_CHARACTERS
 from switchx.models.config import SwitchConfig
@@ -120,7 +120,7 @@ def test_numbers_of_the_atlas_page_are_those_of_the_code():
         f"/ {NUM_PERMUTATIONS + 1:,}",
         f"ids seen {LEAST_TIMES} times",
         f"with {CONTEXT} neighbours",
-        f"the {MOST_EXPERTS} busiest",
+        f"at most {MOST_EXPERTS} busiest experts a layer, {MOST_ROWS} in all",
         f"`--knockouts=N` ({MOST_KNOCK_OUTS})",
     ):
         assert said in ATLAS.replace("\n", " "), said

@@ -2,11 +2,15 @@
 """Plots show the numbers they are given, with axes named; a schedule has a box an op."""
 
 import io
+import types
 
 import numpy as np
 import pytest
 
 from switchx.analysis import plots
+from switchx.analysis.atlas import Labels, knock_outs
+from switchx.analysis.atlas_picture import picture
+from switchx.analysis.comparison_plots import panels_figure
 from switchx.analysis.plots import schedule_boxes, schedule_figure
 from switchx.pipeline.schedule import ScheduleSpec
 
@@ -77,7 +81,13 @@ def test_names_at_the_ends_and_single_steps_can_be_drawn():
     assert np.all(np.diff(places) > 0.12 * (high - low)) and places[0] >= low
     drawn(plots.load_figure(np.array([5]), np.ones((1, 1, 2)), ["decoder 0"]))
     rows = [plots.Course("gate", np.ones((1, 1)))]
-    drawn(plots.course_figure(np.array([5]), rows, ["decoder 0"]))
+    figure = plots.course_figure(np.array([5]), rows, ["decoder 0"])
+    assert figure.axes[0].lines[0].get_marker() == "o" and drawn(figure)
+    assert axis.lines[0].get_marker() == "None"
+    bands = {name: np.array([[5.0], *[[0.5]] * 3]) for name in ("_a", "$b$ and $c$")}
+    figure = panels_figure([[("step", "loss", bands)]])
+    assert [line.get_marker() for line in figure.axes[0].lines] == ["o", "o"]
+    assert all(name in drawn(figure).decode() for name in bands)
     figure = plots.similarity_figure(
         [np.eye(20)], [("decoder", *map(str, range(20)))], "shared information"
     )
@@ -110,6 +120,17 @@ def test_classes_name_their_columns(tmp_path):
     assert [tick.get_text() for tick in axis.get_xticklabels()] == ["digits (3)", "all (9)"]
     assert axis.get_title("left") == "encoder 1" and axis.get_ylabel() == "expert"
     drawn(figure)
+
+
+def test_the_picture_of_an_atlas_has_labels_of_all_kinds():
+    names = ("plain", "_notes", "cost $5 to $10")
+    labels = Labels(names, np.arange(18) // 6, np.arange(18))
+    loss_R, *loss_XR = np.random.default_rng(0).random((3, 18))
+    experts = [("encoder 1", 0), ("encoder 1", 1)]
+    removed = knock_outs(experts, loss_R, np.array(loss_XR), np.full(18, 5.0), labels)
+    atlas = types.SimpleNamespace(drops="none", knock_outs=removed, labels=labels)
+    text = drawn(picture(atlas)).decode()
+    assert all(name in text for name in names)
 
 
 @pytest.mark.parametrize("count", [1, 4, 5, 9])

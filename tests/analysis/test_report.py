@@ -7,8 +7,10 @@ import math
 import re
 import xml.etree.ElementTree
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from switchx.moe.routing_plan import make_plan
 
 from switchx.analysis import report
 from switchx.analysis.plots import load_figure
@@ -16,6 +18,9 @@ from switchx.analysis.report import Section, Table, page
 from switchx.cli.evaluate import print_checkpoints
 from switchx.data.token_classes import token_classes
 from switchx.data.tokenizers import ByteVocabulary
+from switchx.models.config import RouterConfig, SwitchConfig
+from switchx.moe.router import normalized_scores, router_scores, task_logits
+from switchx.moe.stats import measure_routing
 from tests.analysis.parsed_page import Parser
 from tests.analysis.recorded import routing_line, write_lines, write_run, write_snapshot
 from tests.data.refusals import refused
@@ -68,6 +73,11 @@ def run(tmp_path_factory):
     return read(write_run(tmp_path_factory.mktemp("recorded") / "run"))
 
 
+def with_switch(run, switch):
+    final = dataclasses.replace(run.final, switch=switch)
+    return dataclasses.replace(run, snapshots=[*run.snapshots[:-1], final])
+
+
 def maps(section) -> list[np.ndarray]:
     (figure,) = section.figures
     return [np.ma.filled(axis.images[0].get_array(), np.nan)
@@ -103,9 +113,39 @@ def test_overview_and_course_count_the_dead_and_have_levels(run):
     encoder = figure.axes[6]  # the fourth row of two stacks
     assert encoder.get_ylabel() == "dead experts"
     assert [line.get_ydata().tolist() for line in encoder.lines] == [[0, 0], [0, 1]]
-    (figure,) = report.course(run).figures
+    (figure,) = (section := report.course(run)).figures
     assert figure.axes[2].lines[-1].get_ydata() == pytest.approx([np.log(2)] * 2)
     assert figure.axes[4].lines[-1].get_ydata() == [0.5, 0.5]
+    assert section.text.endswith("a router that knows nothing: entropy 0.693, gate 0.5.")
+
+
+ROUTERS = {
+    "switch": RouterConfig(),
+    "gshard": RouterConfig(num_selected=2, gate="normalized"),
+    "scaled": RouterConfig(num_selected=2, gate="normalized", gate_scale=1.5),
+    "sigmoid": RouterConfig(num_selected=2, score="sigmoid", gate="score"),
+    "softplus": RouterConfig(score="sqrt_softplus", gate="score", gate_scale=2.0),
+    "task": RouterConfig(kind="task", num_tasks=2, exploration="none"),
+    "experts choose": RouterConfig(kind="expert_choice", exploration="none"),
+    "hash": RouterConfig(kind="hash", exploration="none"),
+}
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_a_router_that_knows_nothing_against_a_layer(name):
+    router = ROUTERS[name]
+    logits_GTE, is_token_GT = jnp.zeros((1, 8, 6)), jnp.ones((1, 8), bool)
+    if name == "task":
+        logits_GTE = task_logits(logits_GTE, jnp.arange(8, dtype=jnp.int32)[None] % 2, 2)
+    score_GTE = router_scores(router.score, logits_GTE)
+    plan = make_plan(router, logits_GTE, score_GTE, is_token_GT, 8)
+    prob_GTE = normalized_scores(router.score, score_GTE)
+    means = measure_routing(logits_GTE, prob_GTE, plan, is_token_GT, router).means()
+    gate, entropy = report.ignorant(SwitchConfig(6, router=router))
+    assert (gate is None) == (name in ("hash", "experts choose"))
+    assert gate is None or gate == pytest.approx(float(means["gate"]))
+    assert (entropy is None) == (name == "hash")
+    assert entropy is None or entropy == pytest.approx(float(means["entropy"]))
 
 
 def test_balance_shows_what_every_line_has(run):
@@ -133,11 +173,16 @@ def test_saturation_transitions_and_likeness(run):
     encoder, _ = figure.axes
     assert encoder.lines[0].get_ydata().tolist() == [0.5, 0.75, 1.0]
     assert encoder.lines[-1].get_ydata() == [12 / 13 / 2] * 2  # a choice of 13 is none
+    by_task = with_switch(run, SwitchConfig(2, router=ROUTERS["task"]))
+    (figure,) = report.saturation(by_task).figures
+    assert figure.axes[0].lines[-1].get_ydata() == [12 / 13] * 2  # of one expert a task
     # Encoder 1 -> 3: tokens 0, 1 go 0 -> 0, tokens 2, 3 go 1 -> 1; the last is nowhere first.
     (share_EE,) = maps(report.transition(run))
     np.testing.assert_array_equal(share_EE, [[1, 0], [0, 1]])
     (similarity_NN,) = maps(report.similarity(run))  # the decoder has one layer
     np.testing.assert_allclose(similarity_NN, np.ones((2, 2)))
+    choosing = with_switch(run, SwitchConfig(2, router=ROUTERS["experts choose"]))
+    assert "a token has no first choice to compare" in report.similarity(choosing).text
 
 
 def test_classes_of_the_last_step(run):
@@ -148,10 +193,16 @@ def test_classes_of_the_last_step(run):
     assert names == [
         "letter (2)", "digits (1)", "punctuation (1)", "whitespace (1)", "all (5)",
     ]  # fmt: skip
-    nan = np.nan
-    np.testing.assert_array_equal(encoder_1, [[1, 0, nan, 0, 0.5], [0, 1, nan, 1, 0.5]])
+    np.testing.assert_array_equal(encoder_1, [[1, 0, 0, 0, 0.4], [0, 1, 0, 1, 0.4]])
     np.testing.assert_array_equal(encoder_3, [[1, 0, 1, 0, 0.6], [0, 1, 0, 1, 0.4]])
     np.testing.assert_allclose(decoder_1, [[0, 1, 1 / 3], [1, 0, 2 / 3]])
+    # Shares are of tokens where each has two choices, the second of them expert 1.
+    stack = run.final.stacks[0]
+    expert_NTS = np.concatenate([stack.expert_NTS, np.ones_like(stack.expert_NTS)], axis=-1)
+    two = dataclasses.replace(stack, expert_NTS=expert_NTS, gate_NTS=np.ones(expert_NTS.shape))
+    final = dataclasses.replace(run.final, stacks=(two,))
+    encoder_1, _ = maps(report.classes(dataclasses.replace(run, snapshots=[final])))
+    np.testing.assert_array_equal(encoder_1, [[1, 0, 0, 0, 0.4], [1, 2, 1, 2, 1.4]])
 
 
 def test_typical_tokens_can_be_read_invisible_ones_too(run):
@@ -195,4 +246,8 @@ def test_files_of_two_runs_are_refused(tmp_path):
     with refused(
         f"{folder}: metrics.jsonl has 1 Switch layers of 2 experts, routing/ has 3 of 2"
     ):
+        read(folder)
+    write_snapshot(folder / "routing", 0, num_experts=3)
+    said = "routing/step_000000.npz is of 3 experts in <any>, and step_000020.npz of 2 in <any>"
+    with refused(f"{folder}/{said}; they are of two models: remove the one"):
         read(folder)

@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+import math
 import pathlib
 import random
 import re
@@ -23,7 +24,7 @@ from switchx.data.labelled_texts import LabelledTexts, read_labelled_texts
 from switchx.data.tasks import TextFormat
 from switchx.data.tokenizers import ByteVocabulary
 from switchx.data.vocabulary_training import train_sentencepiece
-from switchx.routing_atlas import require_readable, text_rows
+from switchx.routing_atlas import make_atlas, require_readable, text_rows
 from tests.data.refusals import refused
 from tests.data.words import sentences
 from tests.interop.folders import SWITCH, huggingface_folder
@@ -154,6 +155,9 @@ def test_models_without_text_have_no_atlas_and_two_of_one_name_have_two():
         require_readable(model_of(DENSE), "mine")
     model = model_of(ENCODER_DECODER)
     assert require_readable(model, "mine") is None
+    for factor in (0, -1, math.inf, math.nan):
+        with refused("capacity factors are finite and above 0; leave the others out"):
+            make_atlas(model, texts_of("a"), pathlib.Path(), name="a", factors=(1, factor))
     object.__setattr__(model, "vocabulary", None)
     with refused("mine has no vocabulary, so it cannot read texts; convert it"):
         require_readable(model, "mine")

@@ -74,7 +74,7 @@ def test_numbers_are_those_of_the_run_folder(capsys, folder):
         "validation negative log perplexity  -6.0000 (step 0) -> -2.5000 (step 12)",
         "validation accuracy                 12.5%",
         "tokens per second (median)          3,000",
-        "dropped tokens                      6.25%",
+        "dropped choices                     6.25%",
         "skipped steps                       3",
     ]
     assert lines[7:11] == [

@@ -48,6 +48,22 @@ def test_entropy_of_a_load_counts_the_experts_that_share_it():
     assert np.exp(load_entropy(load)) == pytest.approx([4, 2, 1, 1])
 
 
+def test_tasks_are_looked_at_alone_by_a_loop():
+    """Three tasks of two experts: rows of a task say nothing of its router."""
+    loads = np.array([[5, 5, 1, 1, 9, 9], [6, 2, 0, 0, 8, 0], [0, 0, 3, 3, 0, 0], [0] * 6])
+    for load in loads:
+        violation, dead, entropy = 0.0, [], 0.0
+        for pair in load.reshape(3, 2):
+            share = pair / max(pair.sum(), 1)
+            violation = max(violation, 2 * share.max() - 1)
+            dead += [bool(pair.any() and p < 0.005) for p in share]
+            own = -sum(p * np.log(p) for p in share if p)
+            entropy += own * pair.sum() / max(load.sum(), 1)
+        assert max_violation(load, 3) == pytest.approx(violation)
+        assert dead_experts(load, 3).tolist() == dead
+        assert load_entropy(load, 3) == pytest.approx(entropy)
+
+
 def simulated_drops(groups: int, tokens: int, selected: int, experts: int, capacity: int):
     """Drops of each group where every token draws its experts by itself, all sets alike."""
     rng = np.random.default_rng(0)

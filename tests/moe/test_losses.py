@@ -117,7 +117,7 @@ def test_all_scopes_weigh_tasks_alike():
     whole = measured(balance_scope="batch")
     share_E = whole.counted_E / jnp.sum(whole.counted_E)
     parts = [measured(slice(b, b + 1), balance_scope="batch") for b in range(B)]
-    parts = [each.with_load(share_E, B * L, U).balance for each in parts]
+    parts = [each.with_load(share_E, B * L).balance for each in parts]
     assert float(sum(parts)) == pytest.approx(float(whole.balance_loss), rel=1e-6)
     before = {"balance_scope": "batch", "balance_load": "previous_step"}
     same = measured(load_E=share_E, **before).balance_loss

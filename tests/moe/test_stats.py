@@ -12,6 +12,7 @@ import scipy.stats
 
 from switchx.models.config import RouterConfig
 from switchx.moe.balance import expected_drops
+from switchx.moe.router import task_logits
 from switchx.moe.routing_plan import choice_scores, make_plan
 from switchx.moe.stats import Choices, join_stacks, measure_routing
 from tests.compare import assert_close
@@ -131,6 +132,39 @@ def test_what_a_router_does_not_have_is_left_out(router):
     left_out |= {"expected_dropped"} if router.kind == "expert_choice" else set()
     full = {"load", "dropped", "entropy", "gate", "information", "balance_loss"}
     assert not left_out & stats.means().keys() and full <= stats.means().keys()
+
+
+def test_what_asked_of_experts_that_choose_by_a_loop():
+    """Each takes its best tokens; whom none takes has asked one expert, and was dropped."""
+    logits_GTE, is_token_GT = inputs()
+    prob_GTE = jax.nn.softmax(logits_GTE, axis=-1)
+    plan = make_plan(CHOOSING, logits_GTE, prob_GTE, is_token_GT, C)
+    stats = measure_routing(logits_GTE, prob_GTE, plan, is_token_GT, CHOOSING)
+    taken = refused = 0
+    for g in range(G):
+        places = np.flatnonzero(is_token_GT[g])
+        found = [p for p_T in prob_GTE[g, places].T for p in places[np.argsort(-p_T)[:C]]]
+        taken, refused = taken + len(found), refused + len({*places} - {*found})
+    assert refused > 0 and (stats.asked, stats.dropped) == (taken + refused, refused)
+    assert stats.load_E.sum() == taken and stats.means()["asked"] == (taken + refused) / 16
+    assert measure(logits_GTE, is_token_GT).asked is None
+
+
+@pytest.mark.parametrize("scale", [1e-6, 2.0])
+def test_information_is_not_that_of_tasks(scale):
+    router = RouterConfig(kind="task", num_tasks=2, exploration="none")
+    logits_GTE, is_token_GT = inputs()
+    task_GT = np.arange(G * T, dtype=np.int32).reshape(G, T) % 3 // 2
+    logits_GTE = task_logits(jnp.asarray(logits_GTE * scale), task_GT, 2)
+    prob_GTE = jax.nn.softmax(logits_GTE, axis=-1)
+    plan = make_plan(router, logits_GTE, prob_GTE, is_token_GT, C)
+    stats = measure_routing(logits_GTE, prob_GTE, plan, is_token_GT, router)
+    want = 0.0
+    for u in range(2):
+        p_TW = np.asarray(prob_GTE, np.float64)[is_token_GT & (task_GT == u), 2 * u : 2 * u + 2]
+        told = scipy.stats.entropy(p_TW.mean(axis=0)) - scipy.stats.entropy(p_TW.T).mean()
+        want += told * len(p_TW) / 16
+    np.testing.assert_allclose(stats.means()["information"], want, atol=1e-6)
 
 
 def test_entropy_of_a_certain_router_is_zero():

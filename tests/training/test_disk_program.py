@@ -16,6 +16,7 @@ from switchx.checkpoint.items import stored_items, to_items
 from switchx.checkpoint.restore import restore_params
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.checkpoint.verify import checkpoint_faults
+from switchx.cli.simulate import _record_bytes
 from switchx.inference.config import ExpertSlots
 from switchx.models.params import abstract_params
 from switchx.storage.simulation import run_policy
@@ -30,13 +31,22 @@ from tests.cases import slow
 from tests.compare import assert_close
 from tests.compilation import on_devices
 from tests.data.refusals import refused
-from tests.training.disk_jobs import MODEL, E, disk_job, disk_program, saved_files
+from tests.training.disk_jobs import MODEL, OPTIMIZERS, E, disk_job, disk_program, saved_files
 from tests.training.jobs import DENSE, SPARSE, Events, make_batch, stacked
 from tests.training.saved_runs import arrays_of, lines
 from tests.training.steps import trained
 from tests.training.train_states import assert_same
 
 pytestmark = pytest.mark.usefixtures("steps_traced_once")
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_simulated_cache_has_records_of_as_many_bytes(tmp_path, optimizer):
+    job, program = disk_job(optimizer=optimizer), disk_program(tmp_path, optimizer=optimizer)
+    of_parameters, whole = (
+        _record_bytes(job, MODEL.sparse_layer_names, is_training) for is_training in (0, 1)
+    )
+    assert whole == program.experts.layout.record_bytes > of_parameters
 
 
 @pytest.fixture(scope="module")

@@ -93,6 +93,8 @@ def test_drops_are_a_share_of_choices_where_a_token_has_several():
     stats = two_layers()
     stats = dataclasses.replace(stats, load_E=2 * stats.load_E, dropped=4 * stats.dropped)
     assert routing_metrics(stats)["dropped_fraction"] == 12 / 24
+    taken = dataclasses.replace(stats, asked=np.array([18, 12], np.float32))
+    assert routing_metrics(taken)["dropped_fraction"] == 12 / 30
 
 
 def test_nested_metrics_are_named_by_layer_and_expert():
@@ -311,6 +313,14 @@ def test_max_violation_is_that_of_single_batches():
     assert routing["load"] == [[0.5, 0.5], [0.5, 0.5]]
     assert routing["max_violation"] == [1.0, 0.5]
     assert routing["effective_experts"] == pytest.approx([2, 2])
+    # Of two tasks with an expert each, whose rows are other ones in each batch.
+    interval = Interval(0.0)
+    for load_E in ([[8, 0], [3, 1]], [[0, 8], [1, 0]]):
+        of_tasks = {"load_E": np.array(load_E, np.float32), "num_tasks": 2}
+        stats = dataclasses.replace(two_layers(), **of_tasks)
+        interval.add(step(stats=stats), input_tokens=1, examples=1)
+    routing = interval.metrics(1.0, flops_per_step=1.0)["routing"]
+    assert routing["max_violation"] == [0, 0] and routing["dead_experts"] == [0, 0]
 
 
 def metrics(loss, grad_norm):

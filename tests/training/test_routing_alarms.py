@@ -111,6 +111,14 @@ def test_an_expert_that_is_dead_in_three_lines_running(watch):
     # 99 choices are an even share: none may be chance.
     few = [line(dead * 99 * E / TOKENS)] * 5
     assert watch(few) == [[]] * 5
+    # Of two tasks with two experts each: a task has few rows, has enough, or sleeps evenly.
+    router = RouterConfig(kind="task", num_tasks=2, exploration="none")
+    switch = dataclasses.replace(MODEL.switch, router=router)
+    by_task = dataclasses.replace(MODEL, switch=switch)
+    for load_E, found in (([0, 190], []), ([0, 210], raised), ([5, 5], [])):
+        rest = (TOKENS - sum(load_E)) / 2
+        lines = [line(np.array([*load_E, rest, rest]))] * 3
+        assert watch(lines, model=by_task) == [[], [], found]
 
 
 def test_a_bias_that_drifts_is_told_to_hooks(watch):

@@ -53,7 +53,7 @@ def routing_metrics(stats: RoutingStats | None, violation_N=None) -> dict[str, A
     """Per Switch layer, the encoder's first: lists over layers; loads are shares of tokens.
 
     `dropped_fraction` is of all choices, of which a token may have several. How evenly experts
-    are loaded is in the words of `moe/balance.py`; `load_entropy` is a share of ln E.
+    are loaded is in the words of `moe/balance.py`; `load_entropy` is a share of the largest.
 
     Args:
         violation_N: mean MaxVio of the batches that were added up; None takes that of the sums.
@@ -61,19 +61,19 @@ def routing_metrics(stats: RoutingStats | None, violation_N=None) -> dict[str, A
     if stats is None:
         return {}
     means = {name: np.asarray(mean, np.float64) for name, mean in stats.means().items()}
-    load = means["load"]
-    nats = load_entropy(load)
+    load, U = means["load"], stats.num_tasks
+    nats = load_entropy(load, U)
     means |= {
         "load": load.round(6),
-        "max_violation": max_violation(load) if violation_N is None else violation_N,
-        "load_entropy": nats / np.log(max(load.shape[-1], 2)),
-        "effective_experts": np.exp(nats),
-        "dead_experts": dead_experts(load).sum(axis=-1),
+        "max_violation": max_violation(load, U) if violation_N is None else violation_N,
+        "load_entropy": nats / np.log(max(load.shape[-1] // U, 2)),
+        "effective_experts": U * np.exp(nats),
+        "dead_experts": dead_experts(load, U).sum(axis=-1),
         "choices": np.sum(stats.load_E, axis=-1),
     }
-    num_choices = max(float(np.sum(stats.load_E)), 1.0)
+    asked = np.sum(stats.load_E if stats.asked is None else stats.asked)
     return {
-        "dropped_fraction": float(np.sum(stats.dropped)) / num_choices,
+        "dropped_fraction": float(np.sum(stats.dropped)) / max(float(asked), 1.0),
         "routing": {name: mean.tolist() for name, mean in means.items()},
     }
 

@@ -21,7 +21,7 @@ import numpy as np
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.fields import json_text, require, require_above_zero, require_at_least, without_gin
 from switchx.models.config import ModelConfig
-from switchx.moe.balance import DEAD_FRACTION, dead_experts
+from switchx.moe.balance import DEAD_FRACTION, by_task, dead_experts
 from switchx.training.telemetry.metrics import cut_after, logged_lines
 
 # An expert without tokens may be so by chance where an even share has fewer choices.
@@ -191,8 +191,13 @@ class AlarmWatch:
         least, load_NE = self._alarms.dead_lines, routing["load"]
         if least is None:
             return
-        is_much_N = routing["choices"] / load_NE.shape[-1] >= FEWEST_CHOICES
-        lines_NE = self._lines_of("dead", dead_experts(load_NE) & is_much_N[:, None])
+        switch = self._model.switch
+        num_tasks = 1 if switch is None else switch.router.num_tasks
+        share_NE = load_NE / np.maximum(load_NE.sum(axis=-1, keepdims=True), 1e-12)
+        choices_NUW = by_task(routing["choices"][:, None] * share_NE, num_tasks)
+        is_much_NU1 = choices_NUW.mean(axis=-1, keepdims=True) >= FEWEST_CHOICES
+        is_dead_NUW = by_task(dead_experts(load_NE, num_tasks), num_tasks) & is_much_NU1
+        lines_NE = self._lines_of("dead", is_dead_NUW.reshape(load_NE.shape))
         for n, lines_E in enumerate(lines_NE):
             if (dead := np.flatnonzero(lines_E >= least)).size:
                 more = f" and {dead.size - MOST_NAMED} more" * (dead.size > MOST_NAMED)

@@ -60,8 +60,9 @@ class Interval:
         self._losses.append(float(metrics.loss))
         self._grad_norms.append(float(metrics.grad_norm))
         self._rms = metrics.rms
-        if metrics.routing is not None:
-            self._violations.append(max_violation(np.asarray(metrics.routing.load_E)))
+        if (routing := metrics.routing) is not None:
+            load_NE = np.asarray(routing.load_E)
+            self._violations.append(max_violation(load_NE, routing.num_tasks))
         added = (metrics.sums, metrics.routing)
         if self._sums is not None:
             added = jax.tree.map(np.add, (self._sums, self._routing), added)
