@@ -39,7 +39,7 @@ ARROWS = {
     "moe.dispatcher_traits": (),
     "moe.config": ("fields", "moe.dispatcher_traits"),
     "moe.stats": ("axes", "tree"),
-    "moe.balance": (),
+    "moe.load_evenness": (),
     "routing_record": ("moe", "fields"),
     "models": ("moe", "layers", "partitioning", "pipeline"),
     "models.config": ("moe.config", "fields"),

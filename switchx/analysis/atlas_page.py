@@ -32,7 +32,7 @@ from switchx.analysis.report import (
     visible,
 )
 from switchx.analysis.routing import rows_to_shares
-from switchx.moe.balance import DEAD_FRACTION, dead_experts, even_shares
+from switchx.moe.load_evenness import DEAD_FRACTION, dead_experts, even_shares
 
 # What a page shows, so that it stays below 5 MiB; tables have all.
 MOST_LABELS, MOST_EXPERTS, MOST_ROWS, MOST_MAPS = 24, 64, 2048, 32

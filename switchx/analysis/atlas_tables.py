@@ -14,7 +14,7 @@ import numpy as np
 
 from switchx.analysis.atlas import LEAST_TIMES, Atlas, Labels, LayerAtlas
 from switchx.analysis.routing import saturation_by_step
-from switchx.moe.balance import dead_experts, even_shares
+from switchx.moe.load_evenness import dead_experts, even_shares
 
 
 class TableFolder(contextlib.ExitStack):

@@ -21,7 +21,7 @@ import scipy.stats
 from switchx.analysis.comparison_plots import panels_figure
 from switchx.analysis.report import Section, Table
 from switchx.analysis.routing import RoutingHistory, read_history, read_lines
-from switchx.moe.balance import dead_experts, load_entropy, max_violation
+from switchx.moe.load_evenness import dead_experts, load_entropy, max_violation
 
 # Fewer values than these are too few for a bootstrap, whose intervals of ten hold 91%.
 FEW = 40

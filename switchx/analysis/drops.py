@@ -25,8 +25,8 @@ import numpy as np
 
 from switchx.analysis.drift import paired_batches
 from switchx.analysis.slots import Groups, Setting, cut, dropped, setting_of
-from switchx.moe.balance import expected_drops
 from switchx.moe.config import SwitchConfig
+from switchx.moe.load_evenness import expected_drops
 from switchx.routing_record import RoutingRecord, open_record
 
 
@@ -122,7 +122,7 @@ class Drops:
     def balanced_share(self, factor: float | None = None) -> float | None:
         """The share that a balanced router drops which knows nothing of the other tokens.
 
-        The least that a balance loss can reach (`moe.balance.expected_drops`). None where
+        The least that a balance loss can reach (`moe.load_evenness.expected_drops`). None where
         there is no formula: with rerouting, and where a token's experts are its task's.
         """
         switch = self.setting.switch

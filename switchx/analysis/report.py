@@ -36,8 +36,8 @@ from switchx.analysis.routing import (
     transitions,
     typical_tokens,
 )
-from switchx.moe.balance import DEAD_FRACTION, dead_experts, even_shares
 from switchx.moe.config import SwitchConfig
+from switchx.moe.load_evenness import DEAD_FRACTION, dead_experts, even_shares
 
 NUM_TYPICAL_TOKENS = 8
 _VISIBLE = str.maketrans({" ": "\u2423", "\n": "\u21b5", "\t": "\u21e5", "\r": "\u240d"})

@@ -21,7 +21,7 @@ from switchx.gin_config import building
 from switchx.gin_config.files import configs_dir
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params
-from switchx.moe.balance import even_shares
+from switchx.moe.load_evenness import even_shares
 from switchx.own_code import is_of_working_directory
 from switchx.training.job import TrainingJob
 from switchx.training.loop import Outcome

@@ -342,7 +342,7 @@ class RouterConfig:
 
     @property
     def has_drop_floor(self) -> bool:
-        """Whether `balance.expected_drops` is the law of a balanced router's drops."""
+        """Whether `load_evenness.expected_drops` is the law of a balanced router's drops."""
         return self.kind in ("top_k", "hash") and self.overflow != "reroute"
 
 

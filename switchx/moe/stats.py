@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from switchx.moe.balance import expected_drops
-from switchx.moe.capacity import out_of_groups
+from switchx.moe.balance_loss import balance_sums, sequence_sums, times_experts
 from switchx.moe.config import RouterConfig
+from switchx.moe.load_evenness import expected_drops
 from switchx.moe.routing_plan import RoutingPlan, choice_margin, choose_experts, chosen_gates
 
 
@@ -72,7 +72,7 @@ class RoutingStats:
         margin_EW, margin_E: `quantile_balance.margin_counts` and `margin_quantiles`, in
             training with such a bias; None elsewhere.
         expected_dropped: choices that a balanced router would drop in these groups
-            (`balance.expected_drops`); None where that is not the law of its drops.
+            (`load_evenness.expected_drops`); None where that is not the law of its drops.
         asked: choices that asked for a slot where experts choose: those taken, which `load_E`
             counts, and those dropped. None elsewhere: `load_E` counts both.
         choices: the choices of every token, one item for each stack (the encoder's first). A
@@ -119,7 +119,7 @@ class RoutingStats:
             share_NE: f, shares of the choices of the whole batch, per layer.
             tokens: number of tokens of the whole batch.
         """
-        weight_NE = _times_experts(share_NE, self.num_tasks)
+        weight_NE = times_experts(share_NE, self.num_tasks)
         balance = jnp.sum(weight_NE * self.prob_E, axis=-1) / tokens
         return dataclasses.replace(self, balance=balance, groups=self.tokens / tokens)
 
@@ -216,7 +216,7 @@ def measure_routing(
     dropped = jnp.sum(plan.is_dropped_GTS).astype(jnp.float32)
     if load_E is not None:
         share_E, groups = jax.lax.stop_gradient(load_E), tokens
-        balance = jnp.sum(_times_experts(share_E, router.num_tasks) * prob_E)
+        balance = jnp.sum(times_experts(share_E, router.num_tasks) * prob_E)
     return RoutingStats(
         tokens=tokens,
         groups=groups,
@@ -242,98 +242,14 @@ def _entropy(prob_E):
 
 
 def _expected_dropped(plan: RoutingPlan, is_token_GT):
-    """The sum over groups of `balance.expected_drops`, looked up by their numbers of tokens."""
+    """The sum over groups of `load_evenness.expected_drops`, looked up by their numbers of
+    tokens."""
     T, S = plan.expert_GTS.shape[1:]
     if plan.capacity >= T:
         return jnp.zeros((), jnp.float32)
     drops_T = expected_drops(np.arange(T + 1), S, plan.num_experts, plan.capacity)
     tokens_G = jnp.sum(is_token_GT, axis=-1, dtype=jnp.int32)
     return jnp.sum(jnp.asarray(drops_T, jnp.float32)[tokens_G])
-
-
-def balance_sums(prob_GTE, count_GE, is_token_GT, *, scope: str = "group", num_tasks: int = 1):
-    """Sum over groups of `E sum_e f_e P_e`, and the number of groups that have tokens.
-
-    Fedus et al. 2021 (arXiv:2101.03961), eq. 4-6: f_e is the share of choices that are e
-    (before capacity), P_e the mean router probability of e. A group's term is 1 when both are
-    uniform, whatever k is; flaxformer's and Hugging Face's is k times that. Only P carries a
-    gradient.
-
-    Where the experts are divided among tasks, a group's term is the mean over its tokens of
-    their tasks' own terms: `W sum_e f_e P_e`, where f_e is the share of the choices of e's
-    task that are e.
-
-    Args:
-        count_GE: choices of each expert; a share of their sum.
-        scope: `group`; or `batch`, all groups as one (Qiu et al. 2025, arXiv:2501.11873): an
-            expert then may be busy in one group and idle in another.
-        num_tasks: U, each with as many experts, in their order.
-    """
-    if scope == "batch":
-        prob_GTE, is_token_GT = (
-            x.reshape(1, -1, *x.shape[2:]) for x in (prob_GTE, is_token_GT)
-        )
-        count_GE = jnp.sum(count_GE, axis=0, keepdims=True)
-    dtype = prob_GTE.dtype
-    tokens_G = jnp.sum(is_token_GT, axis=-1).astype(dtype)
-    count_GE = jax.lax.stop_gradient(count_GE.astype(dtype))
-    prob_GE = jnp.sum(jnp.where(is_token_GT[..., None], prob_GTE, 0), axis=1)
-    mean_prob_GE = prob_GE / jnp.maximum(tokens_G, 1)[:, None]
-    share_GE = count_GE / jnp.maximum(jnp.sum(count_GE, axis=-1, keepdims=True), 1)
-    balance_G = jnp.sum(_times_experts(share_GE, num_tasks) * mean_prob_GE, axis=-1)
-    return jnp.sum(balance_G), jnp.sum(tokens_G > 0).astype(dtype)
-
-
-def _times_experts(share_XE, num_tasks: int):
-    """`E f_e`; with tasks `W f_e`, f of the choices of e's task, which has W experts."""
-    E = share_XE.shape[-1]
-    if num_tasks == 1:
-        return E * share_XE
-    share_XUW = share_XE.reshape(*share_XE.shape[:-1], num_tasks, E // num_tasks)
-    sum_XU1 = jnp.sum(share_XUW, axis=-1, keepdims=True)
-    share_XUW = share_XUW / jnp.where(sum_XU1 > 0, sum_XU1, 1)
-    return E // num_tasks * share_XUW.reshape(share_XE.shape)
-
-
-def sequence_sums(prob_GTE, plan: RoutingPlan, segment_BL, num_tasks: int = 1):
-    """Sum over sequences of `E sum_e f_e P_e`, and the number of sequences.
-
-    DeepSeek-V3 (arXiv:2412.19437), eq. 17-20. A packed row has several sequences; f and P are
-    of the tokens of one.
-
-    Args:
-        segment_BL: number of each token's sequence in its row; 0 where there is no token.
-        num_tasks: see `balance_sums`.
-    """
-    B, L = segment_BL.shape
-    counted_GTS = plan.expert_GTS if plan.counted_GTS is None else plan.counted_GTS
-    is_chosen_GTSE = jax.nn.one_hot(counted_GTS, plan.num_experts, dtype=jnp.float32)
-    chosen_BLE = out_of_groups(jnp.sum(is_chosen_GTSE, axis=-2), B, L)
-    prob_BLE, is_token_BL = out_of_groups(prob_GTE, B, L), segment_BL > 0
-    count_BLE = _sums_of_own_sequence(chosen_BLE, segment_BL)
-    share_BLE = count_BLE / jnp.maximum(jnp.sum(count_BLE, axis=-1, keepdims=True), 1)
-    length_BL = _sums_of_own_sequence(jnp.ones((B, L), jnp.float32), segment_BL)
-    weight_BLE = _times_experts(share_BLE, num_tasks)
-    term_BL = jnp.sum(weight_BLE * prob_BLE, axis=-1) / length_BL
-    return jnp.sum(jnp.where(is_token_BL, term_BL, 0)), count_sequences(segment_BL)
-
-
-def count_sequences(segment_BL):
-    """The number of sequences in rows, float32."""
-    tokens_BL = _sums_by_sequence(jnp.ones(segment_BL.shape, jnp.float32), segment_BL)
-    return jnp.sum(tokens_BL[:, 1:] > 0, dtype=jnp.float32)
-
-
-def _sums_of_own_sequence(x_BL, segment_BL):
-    """Sums over the sequence that each token is of, `[B, L, ...]`, without an `[L, L]` mask."""
-    sums_BS = _sums_by_sequence(x_BL, segment_BL)
-    return jax.vmap(lambda sums_S, segment_L: sums_S[segment_L])(sums_BS, segment_BL)
-
-
-def _sums_by_sequence(x_BL, segment_BL):
-    """Sums by the number of a sequence, of which a row has at most as many as tokens."""
-    num_segments = segment_BL.shape[1] + 1
-    return jax.vmap(lambda x, s: jax.ops.segment_sum(x, s, num_segments))(x_BL, segment_BL)
 
 
 def join_stacks(encoder: RoutingStats | None, decoder: RoutingStats | None):

@@ -17,8 +17,9 @@ from switchx.fields import check_choices, require_at_least, require_below_one
 from switchx.layers.embedding import Embedding, summed_over_tokens
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import bind, forward
+from switchx.moe.balance_loss import count_sequences
 from switchx.moe.capacity import into_groups, layer_groups
-from switchx.moe.stats import RoutingStats, count_sequences
+from switchx.moe.stats import RoutingStats
 from switchx.partitioning.collectives import vary_alike
 from switchx.partitioning.rules import MeshAxes
 from switchx.training.microbatches import into_microbatches, sparse_stacks

@@ -10,7 +10,6 @@ import xml.etree.ElementTree
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from switchx.moe.routing_plan import make_plan
 
 from switchx.analysis import report
 from switchx.analysis.plots import load_figure
@@ -20,6 +19,7 @@ from switchx.data.token_classes import token_classes
 from switchx.data.tokenizers import ByteVocabulary
 from switchx.models.config import RouterConfig, SwitchConfig
 from switchx.moe.router import normalized_scores, router_scores, task_logits
+from switchx.moe.routing_plan import make_plan
 from switchx.moe.stats import measure_routing
 from tests.analysis.parsed_page import Parser
 from tests.analysis.recorded import routing_line, write_lines, write_run, write_snapshot

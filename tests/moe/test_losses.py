@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from switchx.models.config import RouterConfig
+from switchx.moe.balance_loss import balance_sums
 from switchx.moe.routing_plan import make_plan
-from switchx.moe.stats import balance_sums, measure_routing
+from switchx.moe.stats import measure_routing
 from tests.moe.oracle import softmax
 from tests.moe.plans import top1_plan
 

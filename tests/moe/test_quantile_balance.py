@@ -8,7 +8,7 @@ import pytest
 import scipy.optimize
 
 from switchx.moe import quantile_balance
-from switchx.moe.balance import max_violation
+from switchx.moe.load_evenness import max_violation
 from switchx.moe.quantile_balance import BINS, bias_of_quantiles
 
 margin_counts = jax.jit(quantile_balance.margin_counts, static_argnums=3)

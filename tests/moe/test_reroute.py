@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from switchx.models.config import RouterConfig
+from switchx.moe.balance_loss import balance_sums
 from switchx.moe.routing_plan import make_plan
-from switchx.moe.stats import balance_sums
 from tests.moe.oracle import softmax
 from tests.moe.plans import plan_of
 

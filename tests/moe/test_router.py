@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from switchx.models.config import RouterConfig
+from switchx.moe.balance_loss import balance_sums
 from switchx.moe.router import (
     explored_inputs,
     hash_expert,
@@ -15,7 +16,6 @@ from switchx.moe.router import (
     sampling_scores,
 )
 from switchx.moe.routing_plan import choose_experts, chosen_gates
-from switchx.moe.stats import balance_sums
 from tests.moe.oracle import softmax
 from tests.moe.plans import top1_plan
 

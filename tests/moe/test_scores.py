@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from switchx.models.config import SwitchConfig
+from switchx.moe.balance_loss import count_sequences
 from switchx.moe.config import RouterConfig
 from switchx.moe.router import normalized_scores, router_scores
 from switchx.moe.routing_plan import make_plan, rank_experts
-from switchx.moe.stats import count_sequences, measure_routing
+from switchx.moe.stats import measure_routing
 from tests.jaxprs import equations
 from tests.moe.oracle import softmax
 

@@ -11,7 +11,7 @@ import pytest
 import scipy.stats
 
 from switchx.models.config import RouterConfig
-from switchx.moe.balance import expected_drops
+from switchx.moe.load_evenness import expected_drops
 from switchx.moe.router import task_logits
 from switchx.moe.routing_plan import choice_scores, make_plan
 from switchx.moe.stats import Choices, join_stacks, measure_routing

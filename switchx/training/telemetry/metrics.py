@@ -19,7 +19,7 @@ import numpy as np
 from switchx.data.features import Batch, batch_digest
 from switchx.fields import json_text
 from switchx.files import write_atomically
-from switchx.moe.balance import dead_experts, load_entropy, max_violation
+from switchx.moe.load_evenness import dead_experts, load_entropy, max_violation
 from switchx.moe.stats import RoutingStats
 from switchx.training.losses import TokenSums
 from switchx.training.step import StepMetrics
@@ -53,7 +53,8 @@ def routing_metrics(stats: RoutingStats | None, violation_N=None) -> dict[str, A
     """Per Switch layer, the encoder's first: lists over layers; loads are shares of tokens.
 
     `dropped_fraction` is of all choices, of which a token may have several. How evenly experts
-    are loaded is in the words of `moe/balance.py`; `load_entropy` is a share of the largest.
+    are loaded is in the words of `moe/load_evenness.py`; `load_entropy` is a share of the
+    largest.
 
     Args:
         violation_N: mean MaxVio of the batches that were added up; None takes that of the sums.

@@ -21,7 +21,7 @@ import numpy as np
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.fields import json_text, require, require_above_zero, require_at_least, without_gin
 from switchx.models.config import ModelConfig
-from switchx.moe.balance import DEAD_FRACTION, by_task, dead_experts
+from switchx.moe.load_evenness import DEAD_FRACTION, by_task, dead_experts
 from switchx.training.telemetry.metrics import cut_after, logged_lines
 
 # An expert without tokens may be so by chance where an even share has fewer choices.

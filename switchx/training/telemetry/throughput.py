@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from switchx.models.flops import train_flops
-from switchx.moe.balance import max_violation
+from switchx.moe.load_evenness import max_violation
 from switchx.training.job import TrainingJob
 from switchx.training.step import StepMetrics
 from switchx.training.telemetry.metrics import rms_metrics, routing_metrics, token_metrics

@@ -9,7 +9,7 @@ import pytest
 import scipy.stats
 
 from switchx.models.config import RouterConfig
-from switchx.moe.balance import (
+from switchx.moe.load_evenness import (
     dead_experts,
     even_shares,
     expected_drops,
