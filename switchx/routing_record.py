@@ -81,7 +81,7 @@ class RecordInfo:
 
     @property
     def has_choosing_experts(self) -> bool:
-        return self.switch.router.kind == "expert_choice"
+        return self.switch.router.has_choosing_experts
 
     @property
     def reaches_others(self) -> bool:
@@ -166,7 +166,7 @@ def recorded(config, stats, batch: dict) -> dict[str, StackRecord]:
         batch: T5X's feature names.
     """
     stacks = [stack for stack in STACKS if config.num_sparse_layers_of(stack)]
-    has_gates = config.switch.router.kind == "expert_choice"
+    has_gates = config.switch.router.has_choosing_experts
     return {
         stack: StackRecord(
             token_BL=batch[f"{stack}_input_tokens"],
@@ -542,10 +542,11 @@ def open_record(path: str | os.PathLike) -> RoutingRecord:
         for layer, (kind, names) in itertools.product(info.all_layers, _columns(info).values()):
             wanted |= {f"{layer}/{name}": kind for name in names}
         found = {field.name: field.type for field in file.schema_arrow}
+        has_gates = any("/gate " in name for name in found)  # older records lack them
         missing = [
             name
             for name, kind in wanted.items()
-            if "/gate " not in name  # older records lack them
+            if (has_gates or "/gate " not in name)
             and (name not in found or kind not in (None, found[name]))
         ]
         require(not missing, f"it lacks {', '.join(missing[:3])}, which it describes")

@@ -9,7 +9,7 @@ from switchx.partitioning.rules import param_dims
 
 
 def count_buckets(params, slicing: Slicing) -> tuple[int, int]:
-    """Buckets of all that is outside of blocks, and of the blocks of all scanned runs.
+    """Buckets of all that is outside of blocks, and of the blocks of all scanned periods.
 
     A step gathers the former once and the latter twice, and scatters each once.
 

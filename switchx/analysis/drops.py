@@ -351,7 +351,7 @@ def training_note(
     """
     router, by_step = switch.router, lambda path: (len(path.name), path.name)
     path = max(folder.glob("step_*.parquet"), default=None, key=by_step)
-    drops_none = router.overflow == "dropless" or router.kind == "expert_choice"
+    drops_none = router.overflow == "dropless" or router.has_choosing_experts
     if path is None or drops_none or switch.expert_capacity is not None:
         return None
     where = f"{path.name} of {folder.parent}"

@@ -319,8 +319,8 @@ def ignorant(switch: SwitchConfig) -> tuple[float | None, float | None]:
         return None, None
     score = {"softmax": 1 / W, "sigmoid": 0.5, "sqrt_softplus": math.sqrt(math.log(2))}
     gate = 1 / router.num_selected if router.gate == "normalized" else score[router.score]
-    is_chosen = router.kind == "expert_choice"
-    return None if is_chosen else router.gate_scale * gate, math.log(W)
+    gate = None if router.has_choosing_experts else router.gate_scale * gate
+    return gate, math.log(W)
 
 
 def saturation(run: RoutingRun) -> Section:
@@ -440,7 +440,7 @@ def similarity(run: RoutingRun) -> Section:
     """The section on how much one layer's routing tells about another's."""
     stacks = [stack for stack in run.final.stacks if len(stack.layers) > 1]
     title = "Likeness of layers"
-    if run.switch.router.kind == "expert_choice":
+    if run.switch.router.has_choosing_experts:
         said = "Experts choose their tokens here: a token has no first choice to compare."
         return Section(title, said)
     if not stacks:

@@ -84,12 +84,15 @@ def read_history(path: pathlib.Path) -> RoutingHistory:
         return np.array([line["routing"][name] for line in routed], np.float64)
 
     load = stacked("load")
-    mine = {field.name for field in dataclasses.fields(RoutingHistory)}
+    mine = {field.name for field in dataclasses.fields(RoutingHistory)} | {"asked"}
     names = set.intersection(*({*line["routing"]} for line in routed)) - mine
     others = {name: stacked(name) for name in sorted(names)}
     # With several choices a token the loads add up to their number.
     num_choices = np.maximum(load.sum(axis=-1), 1e-12)
-    asked = others.pop("asked", num_choices)  # logged where experts choose
+    asked = [  # logged where experts choose
+        line["routing"].get("asked", each)
+        for line, each in zip(routed, num_choices, strict=True)
+    ]
     if "expected_dropped" in others:
         others["expected_dropped"] /= num_choices
     return RoutingHistory(

@@ -144,7 +144,7 @@ def setting_of(
     """
     switch, router = info.switch, info.switch.router
     require(
-        router.kind != "expert_choice",
+        not router.has_choosing_experts,
         "RouterConfig.kind='expert_choice': its experts choose tokens by all probabilities, "
         "which a record does not have; record a model whose tokens choose (kind='top_k')",
     )

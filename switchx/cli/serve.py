@@ -166,14 +166,14 @@ def _service(model, *about):
 
     asked_before = read_shapes(history_of(model.fingerprint), about[0])
     if fault_of_experts(model) is not None:  # as on a mesh, where the last one was not
-        asked_before = [group for group in asked_before if not group.is_recorded]
+        asked_before = [shape for shape in asked_before if not shape.is_recorded]
     return Service(model, *about, asked_before=asked_before)
 
 
 def _loaded(name: str, folder, reporter):
     model = folder.load()
     switch = model.config.switch
-    if switch is not None and switch.router.kind == "expert_choice":
+    if switch is not None and switch.router.has_choosing_experts:
         reporter.note(
             f"{name}: experts choose their tokens: an answer depends on those in its batch"
         )

@@ -91,7 +91,7 @@ def write_artifact(
         Bytes of all files.
 
     Raises:
-        ValueError: see `manifest.new_folder`.
+        ValueError: see `whole_folders.new_folder`.
     """
     with new_folder(folder) as partial:
         save_file(named_leaves(packed(params)), partial / WEIGHTS)

@@ -135,7 +135,7 @@ def export_model(
 
     Raises:
         ValueError: shapes that do not fit the model or the mesh; a ring on a mesh, or see
-            `check_ring`; see `manifest.new_folder`.
+            `check_ring`; see `whole_folders.new_folder`.
     """
     decoding = dataclasses.replace(decoding, pruning="experts")
     config = for_decoding(config)

@@ -54,7 +54,7 @@ def without_capacity(config: ModelConfig) -> ModelConfig:
     a text's result depends on the others of its group.
     """
     switch = config.switch
-    if switch is None or switch.router.kind == "expert_choice":
+    if switch is None or switch.router.has_choosing_experts:
         return with_capacity(config)
     # Without capacity, padding takes no token's place: nothing needs to count it.
     router = dataclasses.replace(
@@ -312,7 +312,7 @@ def check_drafts(config: ModelConfig, decoding: DecodingConfig, *, has_slots: bo
     way_out = None
     if has_slots:
         way_out = "experts come when chosen, those of wrong drafts for nothing"
-    elif has_capacity(config) and config.switch.router.kind != "expert_choice":
+    elif has_capacity(config) and not config.switch.router.has_choosing_experts:
         way_out = "experts have a capacity, and drafts would take the places of tokens"
     if way_out:
         raise FieldError(

@@ -129,4 +129,4 @@ def has_capacity(config: ModelConfig) -> bool:
     if config.switch is None:
         return False
     router = config.switch.router
-    return router.overflow != "dropless" or router.kind == "expert_choice"
+    return router.overflow != "dropless" or router.has_choosing_experts

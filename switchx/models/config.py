@@ -312,7 +312,7 @@ class ModelConfig:
         )
         way_out = "SwitchConfig.stacks='encoder'" if self.is_encoder_decoder else "kind='top_k'"
         require(
-            not (self.switch.router.kind == "expert_choice" and is_in_decoder),
+            not (self.switch.router.has_choosing_experts and is_in_decoder),
             "RouterConfig.kind='expert_choice' in a causal decoder: whether an expert takes a "
             "token would depend on the tokens after it, which are not known when text is "
             f"written; use {way_out}",

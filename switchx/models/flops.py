@@ -215,7 +215,7 @@ def experts_per_token(switch: SwitchConfig) -> float:
 
     k; where experts choose, the slots they have, which are never empty.
     """
-    if switch.router.kind == "expert_choice":
+    if switch.router.has_choosing_experts:
         return slots_per_token(switch, switch.capacity_factor)
     return switch.router.num_selected
 

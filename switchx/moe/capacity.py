@@ -26,7 +26,7 @@ def slot_notes(switch) -> tuple[str, ...]:
     Args:
         switch: a `SwitchConfig`; None in a dense model.
     """
-    if switch is None or switch.router.kind == "expert_choice" or switch.has_attention:
+    if switch is None or switch.router.has_choosing_experts or switch.has_attention:
         return ()
     router, dispatcher = switch.router, f"SwitchConfig.dispatcher={switch.dispatcher!r}"
     E, S = switch.num_experts, router.num_selected

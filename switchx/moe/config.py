@@ -336,6 +336,11 @@ class RouterConfig:
         return self.balance_load == "previous_step"
 
     @property
+    def has_choosing_experts(self) -> bool:
+        """Whether experts choose tokens."""
+        return self.kind == "expert_choice"
+
+    @property
     def has_margin(self) -> bool:
         """Whether tokens choose by scores that are learned."""
         return self.kind in ("top_k", "task")

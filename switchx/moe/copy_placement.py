@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Placement of experts on devices: copies by load, or the experts of a device's tasks.
 
-Copies are chosen and placed greedily, by the load of each expert.
-
-The two steps of DeepSeek's EPLB (DeepSeek-V3, arXiv:2412.19437, section 3.4): each further
-copy goes to the expert with the largest load a copy; then the copies, the heaviest
-first, each to the least loaded device that has a slot left.
+Copies are placed greedily, by the two steps of DeepSeek's EPLB (DeepSeek-V3, arXiv:2412.19437,
+section 3.4): each further copy goes to the expert with the largest load a copy; then the
+copies, the heaviest first, each to the least loaded device that has a slot left.
 Dims: N layers, E experts, R slots for experts, P devices
 """
 
@@ -85,8 +83,8 @@ def loads_of_devices(load_NE, expert_of_slot_NR, num_devices: int) -> np.ndarray
     """The load of each device `[N, P]`, an expert's divided evenly among its copies."""
     load_NE, table_NR = np.asarray(load_NE, np.float64), np.asarray(expert_of_slot_NR)
     E = load_NE.shape[1]
-    replicas_NE = np.stack([np.bincount(table_R, minlength=E) for table_R in table_NR])
-    share_NE = load_NE / np.maximum(replicas_NE, 1)
+    copies_NE = np.stack([np.bincount(table_R, minlength=E) for table_R in table_NR])
+    share_NE = load_NE / np.maximum(copies_NE, 1)
     share_NR = np.take_along_axis(share_NE, table_NR, axis=1)
     return share_NR.reshape(len(table_NR), num_devices, -1).sum(axis=-1)
 
@@ -119,13 +117,13 @@ def measured_imbalance(load_NE, num_copies: int = 0) -> Callable[[int], float]:
 
 
 def _place_layer(load_E: np.ndarray, num_copies: int, num_devices: int) -> np.ndarray:
-    replicas_E = np.ones(len(load_E), np.int64)
+    copies_E = np.ones(len(load_E), np.int64)
     experts = list(range(len(load_E)))
     for _ in range(num_copies):
-        expert = int(np.argmax(load_E / replicas_E))
-        replicas_E[expert] += 1
+        expert = int(np.argmax(load_E / copies_E))
+        copies_E[expert] += 1
         experts.append(expert)
-    share_R = (load_E / replicas_E)[experts]
+    share_R = (load_E / copies_E)[experts]
     slots = len(experts) // num_devices
     load_P, held = np.zeros(num_devices), [[] for _ in range(num_devices)]
     for r in np.argsort(-share_R, kind="stable"):

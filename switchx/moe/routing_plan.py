@@ -115,7 +115,7 @@ def make_plan(
         key: random key of `exploration="sample"`; None (evaluation) takes the most probable
             experts.
     """
-    if router.kind == "expert_choice":
+    if router.has_choosing_experts:
         return route_by_experts(score_GTE, is_token_GT, capacity)
     biased_GTE = choice_scores(router, logits_GTE, score_GTE, bias_E=bias_E, key=key)
     rounds = router.max_rounds if router.overflow == "reroute" else router.num_selected

@@ -232,7 +232,7 @@ def measure_routing(
         bias=None if bias_E is None else tokens * jnp.mean(jax.lax.stop_gradient(bias_E)),
         expected_dropped=floor,
         counted_E=counted_E,
-        asked=jnp.sum(count_E) + dropped if router.kind == "expert_choice" else None,
+        asked=jnp.sum(count_E) + dropped if router.has_choosing_experts else None,
         num_tasks=router.num_tasks,
     )
 

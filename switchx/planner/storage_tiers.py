@@ -154,10 +154,10 @@ def storage_use(
             f"the spec of {hardware.name} has no [{table}]: nothing says what is there; add "
             "the table, specs/h200.toml is an example"
         )
-    run_params, run_state = _run_bytes(workload, layout)
+    period_params, period_state = _run_bytes(workload, layout)
     if tier == "host":
         return _in_host_memory(
-            storage, layout, hardware, params, optimizer, run_params, run_state
+            storage, layout, hardware, params, optimizer, period_params, period_state
         )
     touched, sharing = touched_share(workload, storage), min(layout.size, hardware.host.devices)
     share = _host_share(layout, sharing)
@@ -182,9 +182,9 @@ def storage_use(
     memory_bytes_per_s = hardware.host.memory_bytes_per_s * hardware.host.efficiency / sharing
     return StorageUse(
         tier=tier,
-        # Banks, and the gradients of the run that backward has reached.
+        # Banks, and the gradients of the period that backward has reached.
         bytes=TierBytes(
-            device=storage.slots * run_params + run_params,
+            device=storage.slots * period_params + period_params,
             host=capacity + touched * stored,
             disk=records,
         ),
@@ -208,8 +208,8 @@ def _in_host_memory(
     hardware: Hardware,
     params: float,
     optimizer: float,
-    run_params: float,
-    run_state: float,
+    period_params: float,
+    period_state: float,
 ) -> StorageUse:
     parts = layout.num_microbatches
     # Forward and backward stream the weights, microbatches after the first their sums.
@@ -219,9 +219,9 @@ def _in_host_memory(
     return StorageUse(
         tier="host",
         bytes=TierBytes(
-            # Banks and their gradients; later a run's weights, gradients, statistics, and
+            # Banks and their gradients; later a period's weights, gradients, statistics, and
             # the new weights beside the old ones.
-            device=max(2 * storage.slots * run_params, run_state + 2 * run_params),
+            device=max(2 * storage.slots * period_params, period_state + 2 * period_params),
             host=2 * params + optimizer,
             disk=0,
         ),

@@ -26,7 +26,7 @@ def history_of(fingerprint: str) -> pathlib.Path:
 
 
 def read_shapes(path: pathlib.Path, limits: Limits) -> list[ProgramShape]:
-    """Groups that a server was asked for and that these limits allow, the most wanted first.
+    """Shapes that a server was asked for and that these limits allow, the most wanted first.
 
     There are none where the file is missing or none of ours: it saves time alone.
     """

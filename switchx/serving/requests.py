@@ -193,7 +193,7 @@ def fault_of_experts(model: Model) -> str | None:
     config = model.config
     if config.switch is None or not config.num_sparse_layers_of("decoder"):
         return "the model's decoder has no experts"
-    if config.switch.router.kind == "expert_choice":
+    if config.switch.router.has_choosing_experts:
         return "the model's experts choose their tokens, those of a whole batch together"
     if model.experts is not None or model.devices.mesh is not None:
         return "the model's experts are not all on one device"

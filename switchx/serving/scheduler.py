@@ -85,7 +85,7 @@ class Worker(threading.Thread):
         self._compiled: dict[ProgramShape, int] = {}
         # And of shapes whose next larger batch could not be compiled, the largest to ask for.
         self._most: dict[ProgramShape, int] = {}
-        # Groups of which no batch was decoded since they were compiled.
+        # Shapes of which no batch was decoded since they were compiled.
         self._unused: set[ProgramShape] = set()
         # Experts outside of the device are moved by one thread at a time.
         self._moving = threading.Lock()
@@ -110,7 +110,7 @@ class Worker(threading.Thread):
 
     @property
     def compiled(self) -> dict[ProgramShape, int]:
-        """Groups whose programs are compiled, with most inputs that are decoded together."""
+        """Shapes whose programs are compiled, with most inputs that are decoded together."""
         return {shape: size for shape, size in list(self._compiled.items()) if size}
 
     def run(self) -> None:
@@ -136,7 +136,7 @@ class Worker(threading.Thread):
     def candidates(self) -> list[QueuedInput]:
         """The inputs that may join a batch now, those that go first in front.
 
-        It is where other policies of scheduling differ (bench/inflight.py).
+        It is where other policies of scheduling differ (bench/continuous_batching.py).
         """
         return self.queue.waiting()
 

@@ -78,7 +78,7 @@ class Trace:
         return len(SWEEPS) if self.sweep_T.max() > FORWARD else 1
 
     def requests(self) -> Iterator[tuple[np.ndarray, Moment]]:
-        """The keys of each request, and its place."""
+        """The keys of each request, and its moment."""
         begins = np.flatnonzero(np.diff(self.request_T, prepend=self.request_T[0] - 1))
         for begin, end in zip(begins, [*begins[1:], len(self.key_T)], strict=True):
             moment = Moment(

@@ -81,8 +81,8 @@ def _replaced(parameter: str, params, updated, stats: RoutingStats, move):
 def layers_of(params, parameter: str) -> dict[str, list[int]]:
     """Which Switch layers, in the order of the routing statistics, a parameter belongs to.
 
-    A stack is unrolled or a scan over repeats of a period: then the parameter is
-    stacked, and the run's other layers stand between its rows.
+    A stack is unrolled or a scan over its periods: then the parameter is
+    stacked, and the period's other layers stand between its rows.
 
     Args:
         parameter: the end of its path; one that every Switch layer has once.

@@ -66,17 +66,17 @@ def test_equals_what_the_published_program_gives_without_nodes():
     devices=st.integers(1, 4),
     extra=st.integers(0, 3),
 )
-def test_every_expert_has_a_slot_and_no_replica_could_have_gone_to_a_heavier_expert(
+def test_every_expert_has_a_slot_and_no_copy_could_have_gone_to_a_heavier_expert(
     load_E, devices, extra
 ):
     num_copies = -len(load_E) % devices + extra * devices
     table_R = place_copies([load_E], num_copies, devices)[0]
-    replicas_E = np.bincount(table_R, minlength=len(load_E))
+    copies_E = np.bincount(table_R, minlength=len(load_E))
     assert len(table_R) == len(load_E) + num_copies
-    assert replicas_E.min() >= 1
+    assert copies_E.min() >= 1
     # Greedy: what an expert had before its last copy was the largest share.
-    share_E = np.array(load_E) / replicas_E
-    before = [load / (n - 1) for load, n in zip(load_E, replicas_E, strict=True) if n > 1]
+    share_E = np.array(load_E) / copies_E
+    before = [load / (n - 1) for load, n in zip(load_E, copies_E, strict=True) if n > 1]
     assert not before or min(before) >= share_E.max() - 1e-9
 
 

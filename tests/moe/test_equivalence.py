@@ -40,7 +40,7 @@ def test_a_sample_of_cells_equals_one_device(router, place):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dispatcher", ["all_to_all", "ragged_all_to_all", "sliced"])
-def test_given_experts_are_numbers_before_replicas(dispatcher):
+def test_given_experts_are_numbers_before_copies(dispatcher):
     router, load_E = "top 2, replayed", 1 / np.arange(1, equivalence.NUM_EXPERTS + 1)
     cell = max(
         (

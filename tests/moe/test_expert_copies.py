@@ -36,7 +36,7 @@ DEFAULT = [(name, MOST_AXES[name]) for name in ("all_to_all", "sliced")]
 @pytest.mark.parametrize(
     ("name", "spec"), [slow_unless(cell in DEFAULT, *cell) for cell in CELLS], ids=name_of
 )
-def test_output_and_raw_gradients_are_those_without_replicas(name, spec):
+def test_output_and_raw_gradients_are_those_without_copies(name, spec):
     """On every mesh: a weight's gradient is the sum of those of its copies, once."""
     problem = make_problem()
     run = answerer(with_copies(FUNCTIONS[name], TABLE))
@@ -64,7 +64,7 @@ def test_a_plan_over_slots_keeps_drops_and_divides_each_queue_evenly():
                 assert {p[2] for p in places if p[:2] == (g, slot)} == set(range(count))
 
 
-def test_a_replica_whose_gradient_is_left_out_is_found(monkeypatch):
+def test_a_copy_whose_gradient_is_left_out_is_found(monkeypatch):
     """The mutation that raw gradients are compared for."""
 
     def without_last(experts, table, num_experts):

@@ -181,7 +181,7 @@ def test_shared_groups_worked_by_hand():
 
 
 def test_banks_of_slots_worked_by_hand():
-    """8 experts and 4 replicas on 4 devices: 4 + 2 of a device's travel, it has 12 / 4."""
+    """8 experts and 4 copies on 4 devices: 4 + 2 of a device's travel, it has 12 / 4."""
     spec = MeshSpec(data=2, expert=4)
     layer = dataclasses.replace(LAYER, num_experts=8, is_gated=False, has_bias=False)
 
@@ -189,14 +189,14 @@ def test_banks_of_slots_worked_by_hand():
         layer_of = dataclasses.replace(layer, **changes)
         return sparse_layer_collectives("all_to_all", layer_of, spec.build(), spec.rules)
 
-    replicated, matrix = planned(num_slots=12), D * F * 4
-    bank = [c for c in replicated if c.what.endswith("of slots")]
+    with_copies, matrix = planned(num_slots=12), D * F * 4
+    bank = [c for c in with_copies if c.what.endswith("of slots")]
     assert [(c.kind, c.phase, c.num_bytes) for c in bank] == [
         ("ragged-all-to-all", "forward", 6 * matrix),
         ("ragged-all-to-all", "backward", 3 * matrix),
     ] * 2
     # Exchanged slots and summed gradients are those of a layer of 12 experts.
-    assert [c for c in replicated if c not in bank] == planned(num_experts=12)
+    assert [c for c in with_copies if c not in bank] == planned(num_experts=12)
     # Of tasks no token travels.
     local = planned(num_slots=16, is_local=True)
     assert {c.kind for c in local} == {"ragged-all-to-all", "all-reduce"}

@@ -191,7 +191,7 @@ def test_pipelines_send_activations_and_sum_in_every_round():
     assert planned["gradient of embedding_VD"] == ("all-reduce", V * D * 4, 1)
     # Four layers on four stages, gradients added up before they are summed.
     assert planned["gradient of w_in_DF"] == ("all-reduce", D * F * 4, 1)
-    # 2 stages, 4 microbatches: 5 rounds of a run of 2 layers; `expert` has no replicas.
+    # 2 stages, 4 microbatches: 5 rounds of a period of 2 layers; `expert` has no replicas.
     layout = Layout(pipe=2, expert=4, num_microbatches=4, dispatcher="all_to_all")
     planned = by_what(step_collectives(make_workload(), layout))
     assert planned["gradient of w_out_HKD"] == ("all-reduce", 8 * 8 * D * 4, 5)

@@ -150,12 +150,12 @@ def test_other_systems_stages_wait_and_keep_what_they_need():
     assert time.bubble_s == pytest.approx(ticks * (3 / 7) / (4 / 7))
 
 
-def test_replicas_have_slots_that_are_computed_too():
+def test_copies_have_slots_that_are_computed_too():
     workload = make_workload()
     double = dataclasses.replace(workload.model.switch, num_replicas=8)
-    replicated = make_workload(dataclasses.replace(workload.model, switch=double))
+    with_copies = make_workload(dataclasses.replace(workload.model, switch=double))
     layout = Layout(expert=8, dispatcher="all_to_all")
-    more = device_flops(replicated, layout) - device_flops(workload, layout)
+    more = device_flops(with_copies, layout) - device_flops(workload, layout)
     slots = flops_per_sequence(workload.model, 0, 16).expert_slots
     assert more == pytest.approx(3 * 16 * slots / 8)
 

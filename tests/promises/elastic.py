@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lost devices and replicas of experts change no number, and divide the load evenly.
+"""Lost devices and copies of experts change no number, and divide the load evenly.
 
 Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 4.1. A run that loses devices is compared
 with one that keeps those it began with: each part is a new start from the checkpoint before it,
 on the devices that are left and the mesh that the planner chooses for them. Layers with
-replicas are compared with the one-hot einsum on one device, and the load of devices is computed
+copies are compared with the one-hot einsum on one device, and the load of devices is computed
 for experts whose loads follow Zipf's law. The devices are simulated on CPU.
 Dims: N layers, E experts, R slots for experts
 """
@@ -43,8 +43,8 @@ from tests.promises.compiled_steps import NUM_DEVICES
 PARTS = ((NUM_DEVICES, 3), (6, 6), (2, 9))
 ROWS, LENGTH = 24, 16
 HARDWARE = "v5e"
-# Of the check of replicas' balance.
-ZIPF_EXPERTS, ZIPF_REPLICAS = 64, 8
+# Of the check of copies' balance.
+ZIPF_EXPERTS, ZIPF_COPIES = 64, 8
 # Rows of SE-MoE's four tasks (UFO, Table 3).
 UFO_ROWS = (512, 256, 128, 128)
 
@@ -66,8 +66,8 @@ def lost_devices() -> Iterator[tuple]:
         yield "token_ids_differing", f"{PARTS[-1][1]} steps", differing
 
 
-def replicated_experts() -> Iterator[tuple]:
-    """One layer on a mesh for every dispatcher, with replicas, against one without on one.
+def copied_experts() -> Iterator[tuple]:
+    """One layer on a mesh for every dispatcher, with copies, against one without on one.
 
     The error is that of all raw gradients together: the norm of their difference over theirs.
     """
@@ -102,11 +102,11 @@ def balanced_experts() -> Iterator[tuple]:
     tables = {
         "imbalance_in_order": np.arange(ZIPF_EXPERTS)[None],
         "imbalance_packed": place_copies(load_NE, 0, NUM_DEVICES),
-        "imbalance_zipf1": place_copies(load_NE, ZIPF_REPLICAS, NUM_DEVICES),
+        "imbalance_zipf1": place_copies(load_NE, ZIPF_COPIES, NUM_DEVICES),
     }
     for name, table in tables.items():
         found = imbalance(loads_of_devices(load_NE, table, NUM_DEVICES))[0]
-        yield name, f"{ZIPF_EXPERTS} experts, {table.size - ZIPF_EXPERTS} replicas", found
+        yield name, f"{ZIPF_EXPERTS} experts, {table.size - ZIPF_EXPERTS} copies", found
 
 
 def rows_of_tasks() -> Iterator[tuple]:

@@ -36,7 +36,7 @@ BRIEF = tuple(
     in (
         "dense data=2 fsdp=2 model=2",
         "1f1b pipe=2 data=4",
-        "replicas all_to_all data=2 expert=2 model=2",
+        "copies all_to_all data=2 expert=2 model=2",
     )
 )
 

@@ -107,7 +107,7 @@ PROMISES = (
         elastic.lost_devices,
         {"loss_after_losing_devices": "<=1e-6", "token_ids_differing": "==0"},
     ),
-    Promise(elastic.replicated_experts, {"replica_gradient_error": "<=1e-6"}),
+    Promise(elastic.copied_experts, {"replica_gradient_error": "<=1e-6"}),
     Promise(
         elastic.balanced_experts, {"imbalance_zipf1": "<=1.05"}, brief=elastic.balanced_experts
     ),
@@ -191,11 +191,11 @@ WHAT = {
         "token ids that such a run reads otherwise than one that is not resumed"
     ),
     "replica_gradient_error": (
-        "raw gradients of a layer with replicas of experts against those of one without"
+        "raw gradients of a layer with copies of experts against those of one without"
     ),
     "imbalance_zipf1": (
         "the busiest of eight devices over their mean, 64 experts with Zipf's loads and 8 "
-        "replicas"
+        "copies"
     ),
     "ufo_rows_per_device_4": "rows of SE-MoE's four tasks on the busiest of four devices",
     "ufo_rows_per_device_8": "the same of eight devices",

@@ -90,13 +90,13 @@ CASES = (
     Case("all_to_all fsdp=2 expert=4", MeshSpec(data=1, fsdp=2, expert=4), "all_to_all"),
     Case("all_to_all of shared groups", MeshSpec(expert=4), "all_to_all", group_rows=8),
     Case(
-        "replicas all_to_all data=2 expert=2 model=2",
+        "copies all_to_all data=2 expert=2 model=2",
         MeshSpec(expert=2, model=2),
         "all_to_all",
         num_replicas=4,
     ),
     Case(
-        "replicas ragged_all_to_all expert=2 model=2 full remat",
+        "copies ragged_all_to_all expert=2 model=2 full remat",
         MeshSpec(expert=2, model=2),
         "ragged_all_to_all",
         "full",

@@ -146,10 +146,10 @@ class KeptGradients:
     def __getattr__(self, name: str):
         return getattr(self._banks, name)
 
-    def keep_gradients(self, run, used_JE, bank) -> None:
+    def keep_gradients(self, period, used_JE, bank) -> None:
         for name, gradient in bank.items():
-            self.grads[name][run.place] += np.asarray(gradient)
-        self._banks.keep_gradients(run, used_JE, bank)
+            self.grads[name][period.number] += np.asarray(gradient)
+        self._banks.keep_gradients(period, used_JE, bank)
 
 
 def gradient_errors(models: Mapping[str, ModelConfig] | None = None) -> Iterator[tuple]:

@@ -6,7 +6,7 @@ a process with the same layers, experts and tokens whose experts are thin, over 
 
     host_bytes              records in the cache
     gradients               of all experts that a step uses, kept until the update
-    banks                   of `slots` runs, and the gradient of one: what a device has, on a
+    banks                   of `slots` periods, and the gradient of one: what a device has, on a
                             CPU in the same memory
 
 The states of all experts are four times `host_bytes`. `python -m tests.promises.storage_memory

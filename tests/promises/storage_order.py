@@ -61,7 +61,7 @@ ALL_USED = dataclasses.replace(
 
 
 def bytes_of_files(num_steps: int = NUM_STEPS, policies=POLICIES) -> Iterator[tuple]:
-    """Bytes of files that were read and written over those of the formula, by period."""
+    """Bytes of files that were read and written over those of the formula, by run."""
     per_layer, steps = ALL_USED.switch.num_experts, num_steps * ALL_USED.switch.num_experts
 
     def closed(trace: Trace) -> tuple[int, int]:
@@ -140,9 +140,9 @@ class WatchedGradients(LayeredGradients):
 
         def noted(sweep: int, compute):
             def call(kind, *arguments):
-                # The period's place is the one NumPy scalar among them.
-                (place,) = (each for each in arguments if isinstance(each, np.int32))
-                banks.computed(sweep, number[kind.stack, int(place)])
+                # The period's number is the one NumPy scalar among them.
+                (period,) = (each for each in arguments if isinstance(each, np.int32))
+                banks.computed(sweep, number[kind.stack, int(period)])
                 return compute(kind, *arguments)
 
             return call
@@ -152,7 +152,7 @@ class WatchedGradients(LayeredGradients):
 
 
 class WatchedBanks:
-    """The banks of a period's records, which note what they are asked for.
+    """The banks of a run's records, which note what they are asked for.
 
     Attributes:
         events: of all steps.

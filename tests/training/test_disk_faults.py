@@ -116,10 +116,10 @@ def test_read_is_what_was_used_and_a_lost_trace_hides_no_error(begun, monkeypatc
     with pytest.raises(SaveError, match="the end"), program.scope():
         experts.restore(folder / "saved")
         experts.metrics()
-        assert all(experts.expected(run).all() for run in experts.runs)
+        assert all(experts.expected(period).all() for period in experts.periods)
         program.train_step(copied(state), program.place(make_batch(MODEL, 8)))
         experts.begin_sweeps(is_training=True)
-        expected = np.mean([experts.expected(run) for run in experts.runs])
+        expected = np.mean([experts.expected(period) for period in experts.periods])
         assert expected == pytest.approx(experts.metrics()["touched_share"]) and expected < 1
         raise SaveError("the end")
     assert "trace.npz is not written (No space left on device)" in caplog.text

@@ -74,7 +74,7 @@ def gradients_on(spec: MeshSpec | None, config, table_NR=None, step=StepConfig()
         slow(MeshSpec(fsdp=2, expert=4), "all_to_all", DEEP),
     ],
 )
-def test_raw_gradients_of_a_model_are_those_without_replicas(spec, dispatcher, model):
+def test_raw_gradients_of_a_model_are_those_without_copies(spec, dispatcher, model):
     """Stacked layers, each with a table of its own."""
     rng = np.random.default_rng(0)
     load_NE = rng.zipf(1.3, size=(model.num_sparse_layers, 8)).clip(max=1000)
@@ -95,7 +95,7 @@ def test_each_layer_has_its_own_row_of_the_table():
 
 
 PLAIN = make_job(SPARSE, train_steps=4, eval_every=2, checkpoint_every=3)
-REPLICATED = dataclasses.replace(
+COPIED = dataclasses.replace(
     PLAIN, model=with_expert_copies(SPARSE, 4, dispatcher="gather"), mesh=MeshSpec(expert=4)
 )
 
@@ -103,7 +103,7 @@ REPLICATED = dataclasses.replace(
 @pytest.mark.slow  # two runs
 def test_a_run_with_copies_loses_as_one_without_and_resumes_to_the_bit(tmp_path):
     """Tables are chosen at step 0 and at every evaluation; no step is compiled again."""
-    plain, job = PLAIN, REPLICATED
+    plain, job = PLAIN, COPIED
     whole, parts, other = (RunFolder(tmp_path / name) for name in ("whole", "parts", "other"))
     train(job, whole, Events())
     train(dataclasses.replace(job, train_steps=3), parts, Events())
@@ -114,10 +114,10 @@ def test_a_run_with_copies_loses_as_one_without_and_resumes_to_the_bit(tmp_path)
 
 
 @pytest.mark.slow
-def test_the_number_of_replicas_may_change_on_resume(tmp_path):
+def test_the_number_of_copies_may_change_on_resume(tmp_path):
     run, model = RunFolder(tmp_path), with_expert_copies(SPARSE, 8, dispatcher="gather")
     train(PLAIN, run, Events(), devices=jax.devices()[:1])
-    job = dataclasses.replace(REPLICATED, model=model, train_steps=5)
+    job = dataclasses.replace(COPIED, model=model, train_steps=5)
     assert train(job, run, Events()).step == 5
 
 

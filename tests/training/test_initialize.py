@@ -27,7 +27,7 @@ from tests.training.saved_runs import lines
 
 pytestmark = pytest.mark.usefixtures("steps_traced_once")
 
-# Two layers that can be scanned as one run.
+# Two layers that can be scanned as one period.
 TINY = dataclasses.replace(DENSE, d_model=8, d_ff=8, num_heads=1)
 NAMES = ("a/w", "a/b", "c/w")
 

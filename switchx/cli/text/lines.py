@@ -90,7 +90,7 @@ def load_model(arguments: argparse.Namespace, reporter):
         )
     switch = model.config.switch
     if switch is not None and (
-        arguments.capacity == "trained" or switch.router.kind == "expert_choice"
+        arguments.capacity == "trained" or switch.router.has_choosing_experts
     ):
         reporter.note("experts have a capacity: a result depends on the lines of its batch")
     return model

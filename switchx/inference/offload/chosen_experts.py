@@ -332,7 +332,7 @@ def _next_routers(config: ModelConfig, dense: dict[str, Any]) -> dict[int, tuple
     """Weights and bias of the router of the Switch layer after each, where it is in the same
     stack and chooses by weights."""
     router, names, found = config.switch.router, config.sparse_layer_names, {}
-    if not router.has_weights or router.kind == "expert_choice":
+    if not router.has_weights or router.has_choosing_experts:
         return {}
     for n, (layer, following) in enumerate(zip(names, names[1:], strict=False)):
         if layer.split()[0] == following.split()[0]:

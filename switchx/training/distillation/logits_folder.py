@@ -41,7 +41,8 @@ def folder_of_all(folder) -> Iterator[pathlib.Path]:
     """A folder that all processes write into; it gets its name when all have left it.
 
     Raises:
-        ValueError: something is there (`manifest.new_folder`), or a process does not see it.
+        ValueError: something is there (`whole_folders.new_folder`), or a process does not see
+            it.
     """
     if jax.process_count() == 1:
         with new_folder(folder) as partial:

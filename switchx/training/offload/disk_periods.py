@@ -176,7 +176,16 @@ class PeriodPrograms:
         return message_shapes(self._config, stack, jax.tree.map(lambda x: x[:, 0], rows))
 
     def forward(
-        self, kind: Kind, is_training: bool, blocks, dense, bank, shared, inputs, message, place
+        self,
+        kind: Kind,
+        is_training: bool,
+        blocks,
+        dense,
+        bank,
+        shared,
+        inputs,
+        message,
+        period,
     ):
         """A period's activations, and what its routers chose.
 
@@ -190,13 +199,13 @@ class PeriodPrograms:
             choices `[M, B, L, J, S]` that backward gives to routers that replay.
         """
         ahead = self._neighbour(kind, 1)
-        ahead = ahead and gathered_period(blocks, *ahead(blocks, place))
+        ahead = ahead and gathered_period(blocks, *ahead(blocks, period))
         chunk = Chunk(self._config, kind.stack, 1, is_training)
-        mine = _period_params(kind.stack, blocks, dense, bank, place)
+        mine = _period_params(kind.stack, blocks, dense, bank, period)
 
         def microbatch(_, item):
             number, message = item
-            op = _op(kind, number, place)
+            op = _op(kind, number, period)
             batch, key = microbatch_of(inputs, op)
             message, stats = chunk(mine, shared, batch, message, op, key=key)
             chosen_BLJS = None
@@ -211,18 +220,18 @@ class PeriodPrograms:
         return message, whole(jnp.any(used_MJE, axis=0)), stats, ahead, chosen_MBLJS
 
     def _neighbour(self, kind: Kind, way: int):
-        """The place of the period after (`way` 1) or before (-1); None where there is none.
+        """The number of the period after (`way` 1) or before (-1); None where there is none.
 
         Returns:
-            A function of blocks and the period's place that returns the stack and the place.
+            A function of blocks and the period's number that returns the stack and the number.
         """
         names, stack = stack_names(self._config), kind.stack
         if not (kind.is_last if way == 1 else kind.is_first):
-            return lambda blocks, place: (stack, place + way)
+            return lambda blocks, period: (stack, period + way)
         other = names.index(stack) + way
         if not 0 <= other < len(names):
             return None
-        return lambda blocks, place: (
+        return lambda blocks, period: (
             names[other],
             0 if way == 1 else jax.tree.leaves(blocks[names[other]])[0].shape[0] - 1,
         )
@@ -247,7 +256,7 @@ class PeriodPrograms:
         shared,
         inputs,
         message,
-        place,
+        period,
         d_message,
         d_blocks,
         d_shared,
@@ -267,13 +276,13 @@ class PeriodPrograms:
                 decided in another way, for an expert that is not in the bank.
         """
         ahead = self._neighbour(kind, -1)
-        ahead = ahead and gathered_period(blocks, *ahead(blocks, place))
+        ahead = ahead and gathered_period(blocks, *ahead(blocks, period))
         config = self._config if chosen_MBLJS is None else self._replaying
         lane = stack_lane(config, self._loss, kind.stack, 1, None)
-        mine = _period_params(kind.stack, blocks, dense, bank, place)
+        mine = _period_params(kind.stack, blocks, dense, bank, period)
 
         def differentiated(number, message, d_message, chosen_BLJS):
-            op = _op(kind, number, place)
+            op = _op(kind, number, period)
             given = self._with_choices(kind.stack, blocks, inputs, chosen_BLJS)
             (d_mine, d_shared, d_message), result, of_head = differentiate(
                 lane, mine, shared, given, message, op, d_message, scale
@@ -299,7 +308,7 @@ class PeriodPrograms:
         d_bank = constrain_params({name: leaves.pop(name)[0] for name in bank})
         d_dense = tree.nested(leaves)[kind.stack][BLOCKS]
         d_blocks = jax.tree.map(
-            lambda all_runs, own: jax.lax.dynamic_update_slice_in_dim(all_runs, own, place, 0),
+            lambda stack, own: jax.lax.dynamic_update_slice_in_dim(stack, own, period, 0),
             d_blocks,
             d_dense,
         )
@@ -336,32 +345,32 @@ def _replaying(config: ModelConfig) -> ModelConfig | None:
     return dataclasses.replace(config, switch=dataclasses.replace(switch, router=router))
 
 
-def gathered_period(blocks, stack: str, place):
+def gathered_period(blocks, stack: str, period):
     """The dense parameters `[1, ...]` of a period with all of D on each device; None where no
     device has slices of D, and a period takes its own as they are."""
     # Sliced first and gathered then: XLA would gather the slices of all periods.
-    return gathered_params(constrain_params(_slices(blocks[stack], place)))
+    return gathered_params(constrain_params(_slices(blocks[stack], period)))
 
 
-def _slices(blocks, place):
-    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, place, 1), blocks)
+def _slices(blocks, period):
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, period, 1), blocks)
 
 
-def _period_params(stack: str, blocks, dense, bank: Bank, place) -> dict[str, Any]:
+def _period_params(stack: str, blocks, dense, bank: Bank, period) -> dict[str, Any]:
     """The parameters `[1, ...]` of one period: its slices of the stack's, and its experts."""
-    own = _slices(blocks[stack], place) if dense is None else dense
+    own = _slices(blocks[stack], period) if dense is None else dense
     leaves = tree.named_leaves({stack: {BLOCKS: own}})
     leaves |= {name: leaf[None] for name, leaf in bank.items()}
     return tree.nested(leaves)[stack][BLOCKS]
 
 
-def _op(kind: Kind, microbatch, place) -> Op:
+def _op(kind: Kind, microbatch, period) -> Op:
     """A period of a microbatch, as the only one of a tick."""
     return Op(
         microbatch=microbatch,
         chunk=0,
         slot=0,
-        chunk_in_stack=place,
+        chunk_in_stack=period,
         is_active=True,
         is_first=kind.is_first,
         is_last=kind.is_last,

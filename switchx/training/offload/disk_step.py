@@ -9,8 +9,8 @@ Forward goes period by period, all microbatches of a period together, and keeps 
 inputs, as remat `full` does. The experts of a period are fetched before its router has chosen:
 the experts that were chosen lately, with zeros in the place of all others. The router's choices
 are read one period late, while the next period computes. Where an expert was absent, it is
-fetched, and this
-period and the later ones are computed again: a wrong guess costs time and changes no number.
+fetched, and this period and the later ones are computed again: a wrong guess costs time and
+changes no number.
 Backward computes each period again from its input, with just the experts that forward used, and
 gives its routers what they chose then: a near tie might be decided in another way.
 
