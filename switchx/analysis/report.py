@@ -441,8 +441,8 @@ def similarity(run: RoutingRun) -> Section:
     stacks = [stack for stack in run.final.stacks if len(stack.layers) > 1]
     title = "Likeness of layers"
     if run.switch.router.has_choosing_experts:
-        said = "Experts choose their tokens here: a token has no first choice to compare."
-        return Section(title, said)
+        text = "Experts choose their tokens here: a token has no first choice to compare."
+        return Section(title, text)
     if not stacks:
         return Section(title, "No stack has two Switch layers to compare.")
     similarities = [layer_similarity(s.expert_NTS, run.final.num_experts) for s in stacks]

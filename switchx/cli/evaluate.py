@@ -12,7 +12,7 @@ from switchx.malloc import keep_freed_memory
 
 DESCRIPTION = """\
 Evaluates a checkpoint of a run folder on the validation split of its task: negative log
-perplexity (higher is better), accuracy, dropped tokens and load per expert.
+perplexity (higher is better), accuracy, dropped choices and load per expert.
 
   switchx eval --model_dir=DIR
   switchx eval --model_dir=DIR --step=best --json

@@ -4,7 +4,7 @@
 import bisect
 from collections.abc import Sequence
 
-from switchx.data.vocabularies import Vocabulary
+from switchx.data.tokenizers import Vocabulary
 
 # What a vocabulary writes for bytes that are no character yet.
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"

@@ -97,7 +97,7 @@ def test_the_run_folder_holds_what_the_readme_says(finished_run):
 
 def test_the_summary_says_what_to_look_at_next(finished_run):
     out = finished_run.stdout
-    texts = "validation negative log perplexity, tokens per second, dropped tokens, "
+    texts = "validation negative log perplexity, tokens per second, dropped choices, "
     texts += "load per expert, metrics.jsonl, tensorboard, operative_config.gin, "
     texts += f"switchx eval, switchx train, {finished_run.folder / 'checkpoints' / '12'}"
     for text in texts.split(", "):

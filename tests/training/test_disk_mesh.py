@@ -168,7 +168,7 @@ def assert_nothing_waits_for_the_gathered(text, shapes):
         arguments = [one for one in read(each) if one.opcode == "parameter"]
         assert arguments
         for argument in arguments:
-            assert argument.op_name.startswith(("blocks[", "place")), argument
+            assert argument.op_name.startswith(("blocks[", "period")), argument
     loops = [each for each in entry if each.opcode == "while"]
     assert loops and not any(read(loop) & ahead for loop in loops)
 
