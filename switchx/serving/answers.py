@@ -21,8 +21,9 @@ from switchx.inference.generate import text_of
 from switchx.inference.running_batch import Hypothesis
 from switchx.inference.stop_strings import INCOMPLETE, StopStrings
 from switchx.serving.limits import Limits
+from switchx.serving.refusals import Refusal
 from switchx.serving.request_queue import Answer, Event
-from switchx.serving.requests import GenerateRequest, Refusal, read_request
+from switchx.serving.requests import GenerateRequest, read_request
 from switchx.serving.service import Events
 
 # Tokens that the text of the next one is read behind; a character has four bytes at most.

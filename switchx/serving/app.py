@@ -37,7 +37,8 @@ from switchx.serving.completions import CompletionForm
 from switchx.serving.limits import READING_S
 from switchx.serving.models import Models
 from switchx.serving.page import page_of
-from switchx.serving.requests import Refusal, json_object, read_body, until_disconnected
+from switchx.serving.refusals import Refusal
+from switchx.serving.requests import json_object, read_body, until_disconnected
 from switchx.serving.service import Service
 from switchx.serving.versions import versions
 

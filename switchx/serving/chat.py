@@ -23,7 +23,8 @@ from switchx.data.tokenizers import Vocabulary
 from switchx.inference.generate import positions_needed
 from switchx.serving.completions import FIELDS, CompletionForm, CompletionRequest, data_of
 from switchx.serving.limits import Limits
-from switchx.serving.requests import Refusal, WholePrompt, excerpt, fields_of, wrong
+from switchx.serving.refusals import Refusal
+from switchx.serving.requests import WholePrompt, excerpt, fields_of, wrong
 from switchx.serving.service import Events
 
 ROLES = ("system", "developer", "user", "assistant")

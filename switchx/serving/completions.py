@@ -33,11 +33,11 @@ from switchx.serving.answers import (
     reason_of,
 )
 from switchx.serving.limits import Limits
+from switchx.serving.refusals import Refusal
 from switchx.serving.requests import (
     MAX_STOPS,
     OPTIONS,
     GenerateRequest,
-    Refusal,
     excerpt,
     fields_of,
     flag,

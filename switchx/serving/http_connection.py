@@ -25,7 +25,7 @@ from h11._readers import ChunkedReader
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from switchx.serving.limits import READING_S, Limits
-from switchx.serving.requests import Refusal
+from switchx.serving.refusals import Refusal
 
 # For a client to close a connection on which nothing is sent any more.
 CLOSING_S = 2.0

@@ -33,7 +33,8 @@ from switchx.serving import refusals
 from switchx.serving.asked_shapes import MOST_SHAPES
 from switchx.serving.limits import Limits
 from switchx.serving.metrics import Metrics
-from switchx.serving.requests import Refusal, excerpt
+from switchx.serving.refusals import Refusal
+from switchx.serving.requests import excerpt
 from switchx.serving.service import Service
 
 LOG = logging.getLogger(__name__)

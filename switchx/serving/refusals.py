@@ -1,10 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refusals of requests that are well formed, and after how many seconds to try again."""
+"""Refusals of requests; of those that are well formed, after how many seconds to try again."""
 
+import dataclasses
 import math
+from typing import Any
 
 from switchx.serving.limits import Limits
-from switchx.serving.requests import Refusal
+
+# OpenAI's names of kinds of errors, where it is neither the request nor the server.
+_KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+@dataclasses.dataclass(eq=False)
+class Refusal(Exception):
+    """The answer to a request that is wrong, or that cannot be answered now.
+
+    Attributes:
+        status: HTTP status.
+        message: text of what was expected, what was given, and what to do.
+        field: the field of the request's JSON that is wrong, or None.
+        retry_after_s: seconds after which the client may try again; None where that is unknown.
+        code: OpenAI's name of the fault, where it has one.
+    """
+
+    status: int
+    message: str
+    field: str | None = None
+    retry_after_s: int | None = None
+    code: str | None = None
+
+    def __str__(self) -> str:
+        return self.message
+
+    def as_json(self) -> dict[str, Any]:
+        """The JSON of a refusal, for all routes; OpenAI's clients can read it."""
+        is_ours = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {
+            "error": {
+                "status": self.status,
+                "field": self.field,
+                "message": self.message,
+                "type": _KINDS.get(self.status, is_ours),
+                "param": self.field,
+                "code": self.code,
+            }
+        }
 
 
 def stopping() -> Refusal:

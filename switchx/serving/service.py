@@ -15,8 +15,9 @@ from switchx.fields import require
 from switchx.serving import refusals
 from switchx.serving.limits import Limits
 from switchx.serving.metrics import Metrics
+from switchx.serving.refusals import Refusal
 from switchx.serving.request_queue import Answer, Event, Failure, ProgramShape, QueuedInput
-from switchx.serving.requests import GenerateRequest, Refusal
+from switchx.serving.requests import GenerateRequest
 from switchx.serving.scheduler import Worker
 
 

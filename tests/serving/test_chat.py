@@ -15,7 +15,8 @@ from switchx.serving.app import make_app
 from switchx.serving.chat import ChatForm, prompt_of_chat
 from switchx.serving.limits import Limits
 from switchx.serving.models import Models
-from switchx.serving.requests import Refusal, prompt_of
+from switchx.serving.refusals import Refusal
+from switchx.serving.requests import prompt_of
 from tests.data.tokenizer_files import tokenizer_folder
 from tests.serving import served
 

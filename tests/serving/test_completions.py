@@ -33,7 +33,7 @@ from switchx.serving.completions import (
     padded,
 )
 from switchx.serving.models import Models
-from switchx.serving.requests import Refusal
+from switchx.serving.refusals import Refusal
 from tests.data.tokenizer_files import tokenizer_folder
 from tests.serving import served
 

@@ -14,9 +14,9 @@ from switchx.fields import options
 from switchx.inference.config import DecodingConfig
 from switchx.inference.model_mesh import ModelMesh
 from switchx.partitioning.mesh import MeshSpec
+from switchx.serving.refusals import Refusal
 from switchx.serving.requests import (
     FIELDS,
-    Refusal,
     fault_of_experts,
     json_object,
     read_body,

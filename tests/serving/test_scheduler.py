@@ -26,6 +26,7 @@ from switchx.serving.answers import GrowingAnswer
 from switchx.serving.limits import Limits
 from switchx.serving.metrics import INTER_TOKEN
 from switchx.serving.models import Models
+from switchx.serving.refusals import Refusal
 from switchx.serving.request_queue import (
     Answer,
     Failure,
@@ -34,12 +35,7 @@ from switchx.serving.request_queue import (
     QueuedInput,
     RequestQueue,
 )
-from switchx.serving.requests import (
-    DecodingConfig,
-    GenerateRequest,
-    Refusal,
-    read_request,
-)
+from switchx.serving.requests import DecodingConfig, GenerateRequest, read_request
 from switchx.serving.scheduler import Batch, Worker
 from switchx.serving.service import Events, Service
 from tests.serving import served
