@@ -2,6 +2,7 @@
 """`make docs`: every page is in the navigation, and references are what the code is."""
 
 import ast
+import contextlib
 import dataclasses
 import importlib.util
 import re
@@ -12,6 +13,7 @@ import types
 import pytest
 import yaml
 
+from switchx.fields import fits
 from switchx.moe.config import RouterConfig
 from switchx.training.job import TrainingJob
 from tests.processes import ROOT
@@ -98,6 +100,31 @@ def test_rows_of_the_gin_page_are_what_gin_sets(site):
         "| `LEARNING_RATE` | ",
     ):
         assert any(each.startswith(row) for each in rows), row
+
+
+def test_bindings_in_the_text_of_pages_are_of_fields_and_fit_them(site):
+    """`Class.field`, `Class.field=VALUE` and `field=VALUE`; snippets have their own test."""
+    types_of = {
+        cls.__name__: {
+            field.name: field.type for field in dataclasses.fields(cls) if field.init
+        }
+        for cls in site.configured_classes()
+    }
+    wrong, with_values = [], 0
+    for page in WRITTEN:
+        for code in re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8")):
+            binding = re.fullmatch(r"(?:--gin\.)?(?:(\w+)\.)?(\w+)(?: ?= ?(.+))?", code)
+            name, field, value = binding.groups() if binding else (None, None, None)
+            owners = [name] if name else [each for each in types_of if field in types_of[each]]
+            if owners == [] or name and name not in types_of:
+                continue
+            hints = [types_of[each][field] for each in owners if field in types_of[each]]
+            with contextlib.suppress(ValueError, SyntaxError):  # a letter stands for any value
+                given = ast.literal_eval(re.sub(r"^'(.*)'$", r"\1", value)) if value else None
+                with_values += value is not None
+                hints = [hint for hint in hints if value is None or fits(given, hint)]
+            wrong += [] if hints else [f"{page.name}: {code}"]
+    assert wrong == [] and with_values > 15
 
 
 def test_a_link_to_nothing_ends_the_build(site):
