@@ -84,6 +84,17 @@ def result_of(activation: str | None, residual, erf=jax.lax.erf):
     return y
 
 
+def finite(z, dtype):
+    """A part of the residual, float32, within the range of its dtype; NaN stays NaN.
+
+    Beyond float16 it would be infinite, and the gradient of its activation no number.
+    """
+    if dtype != jnp.float16:
+        return z
+    most = float(jnp.finfo(jnp.float16).max)
+    return jnp.minimum(jnp.maximum(z, -most), most)
+
+
 def apply_epilogue(sums, expert_R, is_used_R, bias_EF, activation: str | None, gate_R):
     """Rows `y_RF` of the sums, and the residual that its derivative needs; 0 in unused rows.
 

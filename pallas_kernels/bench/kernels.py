@@ -16,7 +16,12 @@ import numpy as np
 from pallas_kernels.aot.gpu_cost import READ_BYTES_PER_S, predicted_s
 from pallas_kernels.bench.card import copy_bytes_per_s
 from pallas_kernels.bench.cells import Cell, all_cells, cells_of_a_cpu
-from pallas_kernels.bench.products import activation_dtype, compiled_weight_bytes, contenders
+from pallas_kernels.bench.products import (
+    OUT_OF_MEMORY,
+    activation_dtype,
+    compiled_weight_bytes,
+    contenders,
+)
 from pallas_kernels.bench.timing import Contender, geometric_mean, speedup, take_turns
 from pallas_kernels.implementations import current_device, unable
 from pallas_kernels.tiling import tpu as tpu_tiling
@@ -40,10 +45,17 @@ def run(
         cells = cells_of_a_cpu() if jax.default_backend() == "cpu" else all_cells()
     measured, cache = [], {}
     for i, cell in enumerate(cells):
-        found = contenders(cell, cache)
+        labels = " ".join(map(str, cell.labels().values()))
+        try:
+            found = contenders(cell, cache, note)
+        except jax.errors.JaxRuntimeError as error:
+            if OUT_OF_MEMORY not in str(error):
+                raise
+            cache.clear()
+            note(f"{i + 1}/{len(cells)}  {labels} does not fit the device's memory: left out")
+            continue
         take_turns(found, rounds)
         measured.append((cell, {each.name: each for each in found}))
-        labels = " ".join(map(str, cell.labels().values()))
         times = ", ".join(f"{each.name} {1e6 * each.median_s:.0f} us" for each in found)
         note(f"{i + 1}/{len(cells)}  {labels}: {times}")
     rows = [

@@ -32,6 +32,7 @@ ROTATED_BYTES = {"cpu": 2**27, "gpu": 2**28, "tpu": 2**29}
 CHECKED_ROWS = 8
 # Rows an expert from which on gradients are measured, too: those of training.
 LEAST_OF_GRADIENTS = 64
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 MEGABLOX = "jax.experimental.pallas.ops.tpu.megablox"
 
 
@@ -45,8 +46,8 @@ class Product:
     """An implementation of a product.
 
     Attributes:
-        run: `(x_RD, weights, group_sizes_E) -> y_RF`; in a pass `dx`, the rows are the
-            gradient with respect to y.
+        run: `(x_RD, weights, group_sizes_E) -> y_RF`; in a pass `dx` the rows are the
+            gradient with respect to y, in a pass `dw` both, `(x_RD, dy_RF)`.
         bits: bits of a weight; None is the number of the rows' bits.
         of: the pass: `forward`, the gradients `dx` and `dw`, or `schedule`, which comes before.
     """
@@ -133,9 +134,10 @@ def gradient(product: Product, of: str, cell: Cell) -> Product:
         _, pull_back = jax.vjp(lambda x_RD: product.run(x_RD, w_EDF, group_sizes_E), x_RD)
         return pull_back(dy_RF)[0]
 
-    def dw(x_RD, w_EDF, group_sizes_E):
+    def dw(rows, w_EDF, group_sizes_E):
+        x_RD, dy_RF = rows
         _, pull_back = jax.vjp(lambda w_EDF: product.run(x_RD, w_EDF, group_sizes_E), w_EDF)
-        return pull_back(rows_of(cell.R, cell.F, seed=1).astype(x_RD.dtype))[0]
+        return pull_back(dy_RF)[0]
 
     return Product(f"{product.name} {of}", dx if of == "dx" else dw, of=of)
 
@@ -195,18 +197,29 @@ def weight_bytes(cell: Cell, bits: int | None, experts: int) -> int:
     return experts * (cell.D * cell.F * bits_of_one // 8 + scales)
 
 
-def contenders(cell: Cell, cache: dict) -> list[Contender]:
+def contenders(cell: Cell, cache: dict, note: Callable[[str], Any] = print) -> list[Contender]:
     """Compiled, checked and ready to take turns.
 
     Args:
         cache: keeps weights from one cell to the next of the same matrices.
+        note: told of each product that does not fit the device's memory, which is left out.
+
+    Raises:
+        RuntimeError: our product of unquantized weights, the first, does not fit.
     """
     found = []
     for product in products(cell):
-        given = operands(cell, product.bits, cache, product.of)
-        if product.run is dense:
-            given = _of_one_matrix(given, cell)
-        each = contender(product.name, product.run, given)
+        try:
+            given = operands(cell, product.bits, cache, product.of)
+            if product.run is dense:
+                given = _of_one_matrix(given, cell)
+            each = contender(product.name, product.run, given)
+            each.step()
+        except jax.errors.JaxRuntimeError as error:
+            if not found or OUT_OF_MEMORY not in str(error):
+                raise
+            note(f"{product.name} does not fit the device's memory, and is left out")
+            continue
         each.of = product.of
         if product.of != "schedule":
             matrices = 1 if product.run is dense else cell.active
@@ -229,6 +242,8 @@ def operands(
 ) -> tuple[Any, list, list]:
     """Rows, more weights than a cache holds together, sizes that use all their experts."""
     x_RD = rows_of(cell.R, cell.F if of == "dx" else cell.D)
+    if of == "dw":
+        x_RD = x_RD, rows_of(cell.R, cell.F, seed=1)
     sizes = [jnp.array(cell.group_sizes(first)) for first in range(0, cell.E, cell.active)]
     return x_RD, _weight_sets(cell, bits, cache), sizes
 
@@ -270,8 +285,7 @@ def relative_error(product: Product, given: tuple[Any, list, list]) -> float | N
     expert_R = np.repeat(np.arange(sizes_E.shape[0]), np.asarray(sizes_E))
     if product.of == "dw":
         e = expert_R[0]
-        dy_RF = rows_of(len(x_RD), found.shape[2], seed=1)
-        x_rD, dy_rF = (np.asarray(each, np.float64)[expert_R == e] for each in (x_RD, dy_RF))
+        x_rD, dy_rF = (np.asarray(each, np.float64)[expert_R == e] for each in x_RD)
         return _relative(np.asarray(found[e], np.float64), x_rD.T @ dy_rF)
     row_i = np.linspace(0, x_RD.shape[0] - 1, CHECKED_ROWS).astype(int)
     y_iF = np.asarray(found[row_i], np.float64)

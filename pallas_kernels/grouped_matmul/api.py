@@ -18,7 +18,7 @@ import numpy as np
 
 from pallas_kernels.epilogue import epilogue_gradients
 from pallas_kernels.implementations import choose
-from pallas_kernels.operands import check_grouped, check_tiling, sum_over_replicas
+from pallas_kernels.operands import check_grouped, check_tiling, sum_over_replicas, vary_like
 from pallas_kernels.sorted_rows import (
     in_32_bits,
     int32_sizes,
@@ -241,7 +241,11 @@ def _grouped_backward(settings: _Settings, saved, dy_RF):
         gradients["gate_R"] = jnp.where(is_used_R, dgate_R, 0)
     da = [each.astype(x_RD.dtype) for each in da]
     if operands.bias_EF is not None:
-        gradients["bias_EF"] = _sum_by_group(da[0], group_sizes_E)
+        # The weight gradient of rows of a single 1: sums of each expert's rows, and no other's.
+        ones_R1 = vary_like(jnp.ones((len(x_RD), 1), x_RD.dtype), da[0])
+        gradients["bias_EF"] = settings.module.weight_gradient(
+            ones_R1, da[0], group_sizes_E, out_dtype=jnp.float32, **settings.options
+        )[:, 0]
     for name, da_RF in zip(("w_EDF", "w_gate_EDF"), da, strict=False):
         factors = (da_RF, x_RD) if settings.transpose_w else (x_RD, da_RF)
         gradients[name] = settings.module.weight_gradient(
@@ -257,24 +261,6 @@ def _grouped_backward(settings: _Settings, saved, dy_RF):
 
 def _row_dot(a_RX, b_RX):
     return jnp.sum(a_RX.astype(jnp.float32) * b_RX.astype(jnp.float32), axis=1)
-
-
-def _sum_by_group(a_RF, group_sizes_E):
-    """float32 `[E, F]`, the sum of each group's rows: a product with one-hot rows.
-
-    One-hot rows made of the groups' bounds take 2 to 3% less in bfloat16, and 19% more in
-    float32 on a v5p, by the TPU compiler's clock.
-    """
-    expert_R, is_used_R = rows_of_groups(group_sizes_E, len(a_RF))
-    is_of_RE = expert_R[:, None] == jnp.arange(group_sizes_E.shape[0])[None]
-    # Unused rows may be NaN, and 0 times NaN is NaN.
-    return jnp.einsum(
-        "RE,RF->EF",
-        (is_of_RE & is_used_R[:, None]).astype(a_RF.dtype),
-        jnp.where(is_used_R[:, None], a_RF, 0),
-        precision=jax.lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
-    )
 
 
 def _no_gradient(integers):

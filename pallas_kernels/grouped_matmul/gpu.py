@@ -26,7 +26,7 @@ import dataclasses
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.epilogue import Epilogue, apply_epilogue
+from pallas_kernels.epilogue import Epilogue, apply_epilogue, finite
 from pallas_kernels.grouped_matmul import gpu_weight_gradient
 from pallas_kernels.grouped_matmul.gpu_product import Weights, swap_ab
 from pallas_kernels.mosaic_gpu import Mosaic, padded
@@ -129,7 +129,7 @@ def forward(
         has_residual: whether to return also the residual of `apply_epilogue`, in the dtype of
             x.
         out_dtype: dtype of the result; None is the dtype of x. For float32 the kernel writes
-            the sums of two parts of D or more, and XLA adds them up and applies the epilogue.
+            the sums of two parts of D, and XLA adds them up and applies the epilogue.
 
     Raises:
         ValueError: `refusal` has a reason, or the tiling cannot run.
@@ -140,7 +140,7 @@ def forward(
     if reason := refusal(x_RD.dtype, w.dtype, *sizes):
         raise ValueError(reason)
     is_wide = jnp.dtype(out_dtype or x_RD.dtype) != x_RD.dtype
-    if is_wide and depth <= ALIGNMENT:  # a step for each of two parts
+    if is_wide and aligned(depth) % (2 * ALIGNMENT):  # as many steps for each of two parts
         x_RD = padded(x_RD, 1, 2 * ALIGNMENT)
         w, w_gate = (
             None if each is None else padded(each, 1 + transpose_w, 2 * ALIGNMENT)
@@ -196,7 +196,7 @@ def finished(
         y_RF, residual = apply_epilogue(
             sums, *rows, epilogue.bias_EF, epilogue.activation, epilogue.gate_R
         )
-        results = [y_RF, *residual]
+        results = [y_RF, *(finite(each, x_RD.dtype) for each in residual)]
     dtypes = [out_dtype or x_RD.dtype] + [x_RD.dtype] * (len(results) - 1)
     return [
         each[:, :features].astype(dtype) for each, dtype in zip(results, dtypes, strict=True)

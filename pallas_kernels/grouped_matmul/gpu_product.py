@@ -30,7 +30,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.epilogue import Epilogue, result_of
+from pallas_kernels.epilogue import Epilogue, finite, result_of
 from pallas_kernels.grouped_matmul.gpu_schedule import (
     fits_inside,
     schedule,
@@ -550,7 +550,7 @@ class _Consumer(Consumer):
         y_gmem, *residual_gmem = self.results_gmem
         # Before the result takes registers.
         for residual, value_MT in zip(residual_gmem, [z_MT, *others], strict=False):
-            store(residual, value_MT)
+            store(residual, finite(value_MT, self.y_smem.dtype))
         y_MT = result_of(self.activation, (z_MT, *others), erf)
         if "gate" in self.extra_gmem:
             start, _, _ = tile.rows_of()

@@ -16,7 +16,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.epilogue import apply_epilogue
+from pallas_kernels.epilogue import apply_epilogue, finite
 from pallas_kernels.operands import vary_like
 from pallas_kernels.sorted_rows import group_bounds, rows_of_groups, stable_argsort
 
@@ -145,9 +145,7 @@ def forward(
     y_RF = y_RF.astype(out_dtype)
     if not has_residual:
         return y_RF
-    # An argument may lie beyond float16, where it would be infinite and its gradient no number.
-    most = jnp.finfo(x_RD.dtype).max
-    return y_RF, tuple(jnp.clip(each, -most, most).astype(x_RD.dtype) for each in residual)
+    return y_RF, tuple(finite(each, x_RD.dtype).astype(x_RD.dtype) for each in residual)
 
 
 def weight_gradient(x_RD, dy_RF, group_sizes_E, *, out_dtype, tiling: Tiling | None = None):

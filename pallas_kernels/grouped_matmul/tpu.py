@@ -26,7 +26,7 @@ DTYPES = ("bfloat16", "float32")
 def refusal(x_dtype, w_dtype, R: int, D: int, F: int, E: int) -> str | None:
     """The reason why the kernels cannot multiply these, and what to do; None if they can.
 
-    All sizes are allowed: rests of blocks are masked.
+    All sizes but one of 1 feature are allowed: rests of blocks are masked.
     """
     x_name, w_name = jnp.dtype(x_dtype).name, jnp.dtype(w_dtype).name
     if x_name not in DTYPES:
@@ -40,6 +40,11 @@ def refusal(x_dtype, w_dtype, R: int, D: int, F: int, E: int) -> str | None:
         return (
             f"x_RD and w have R={R}, D={D}, F={F}, E={E}; expected sizes of 1 or more, as of 0 "
             "there are no blocks: use implementation='reference'"
+        )
+    if 1 in (D, F):
+        return (
+            f"w has D={D}, F={F}; expected 2 or more, as Mosaic compiles no product with a "
+            "matrix of one row: use implementation='reference'"
         )
     return None
 
@@ -119,6 +124,9 @@ def weight_gradient(
     Raises:
         ValueError: the tiling is not possible.
     """
+    # Mosaic copies no block of fewer than 8 rows.
+    missing = max(0, 8 - len(x_RD))
+    x_RD, dy_RF = (jnp.pad(each, ((0, missing), (0, 0))) for each in (x_RD, dy_RF))
     [R, D], F, E = x_RD.shape, dy_RF.shape[1], group_sizes_E.shape[0]
     out_dtype = jnp.dtype(out_dtype)
     problem = Problem.of(R, D, F, E, x_RD.dtype, out_dtype, is_weight_gradient=True)

@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.epilogue import result_of
+from pallas_kernels.epilogue import finite, result_of
 from pallas_kernels.operands import result_type
 from pallas_kernels.tiling import triton as tilings
 from pallas_kernels.tiling.triton import Tiling
@@ -271,7 +271,13 @@ def _tile(
         gate_T = plgpu.load(extras["gate"].at[row_T], mask=row_T < end, other=0)
         y_TN = y_TN * gate_T.astype(jnp.float32)[:, None]
     mask = (row_T < end)[:, None] & (feature_N < F)[None]
-    for ref, value_TN in zip(results, [y_TN, z_TN, *others], strict=False):
+    y_ref, *residual_refs = results
+    stores = [(y_ref, y_TN)]
+    stores += [
+        (ref, finite(value_TN, ref.dtype))
+        for ref, value_TN in zip(residual_refs, [z_TN, *others], strict=False)
+    ]
+    for ref, value_TN in stores:
         # What a parameter of the last expert made of rows that have none.
         value_TN = jnp.where(has_expert, value_TN, 0.0).astype(ref.dtype)
         plgpu.store(ref.at[row_T[:, None], feature_N[None]], value_TN, mask=mask)

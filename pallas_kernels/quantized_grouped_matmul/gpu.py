@@ -200,7 +200,9 @@ def forward(
         raise ValueError(reason)
     check_activation(activation)
     is_wide = jnp.dtype(out_dtype or x_RD.dtype) != x_RD.dtype
-    if is_wide and D <= plain.ALIGNMENT:
+    if is_wide and (
+        G == 1 and plain.aligned(D) % (2 * plain.ALIGNMENT) or D <= plain.ALIGNMENT
+    ):
         x_RD = padded(x_RD, 1, 2 * plain.ALIGNMENT)
         matrices = [(padded(each, 2, 2 * plain.ALIGNMENT), scales) for each, scales in matrices]
         D = x_RD.shape[1]

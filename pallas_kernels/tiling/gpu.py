@@ -200,7 +200,8 @@ def candidates_around(
 def with_parts(tiling: Tiling, D: int, x_dtype, w_dtype, num_matrices: int = 1) -> Tiling:
     """The tiling with D in parts, as few as can be, whose sums leave the kernel as float32.
 
-    D is a multiple of 64 above it. Steps are shorter where that makes fewer parts.
+    D is a multiple of 64 above it. Steps are shorter where that makes fewer parts, and where
+    longer ones do not fit beside such sums.
     """
     if tiling.splits > 1:
         return tiling
@@ -209,11 +210,18 @@ def with_parts(tiling: Tiling, D: int, x_dtype, w_dtype, num_matrices: int = 1) 
         steps = D // tile_k
         return next(parts for parts in range(2, steps + 1) if steps % parts == 0)
 
+    def in_steps_of(tile_k: int) -> Tiling:
+        splits = least_parts(tile_k)
+        parts = dataclasses.replace(tiling, tile_m=64, tile_k=tile_k, splits=splits)
+        return fitted(parts, x_dtype, w_dtype, tiling.stages, num_matrices=num_matrices)
+
+    def fits(tiling: Tiling) -> bool:
+        taken = shared_bytes(tiling, x_dtype, w_dtype, num_matrices=num_matrices)
+        return taken + BARRIER_BYTES <= SHARED_BYTES
+
     depths = [k for k in (512, 256, 128, 64) if k <= tiling.tile_k and k < D and D % k == 0]
-    tile_k = min(depths, key=least_parts)
-    splits = least_parts(tile_k)
-    tiling = dataclasses.replace(tiling, tile_m=64, tile_k=tile_k, splits=splits)
-    return fitted(tiling, x_dtype, w_dtype, tiling.stages, num_matrices=num_matrices)
+    possible = [in_steps_of(tile_k) for tile_k in sorted(depths, key=least_parts)]
+    return next(filter(fits, possible), possible[-1])
 
 
 def rows_per_expert(R: int, E: int) -> int:

@@ -97,9 +97,12 @@ def test_tpu_kernels_compile_within_budget(needs_libtpu, target):
 @each_target
 def test_what_is_refused_for_tpus_does_not_compile(needs_libtpu, target):
     case = Case("grouped_matmul", 16, 128, 128, 2, dtype="float16")
-    [result] = tpu_compiler.COMPILER.compile(target, [case])
-    assert "legalize" in result["error"] or "xf16" in result["error"]
+    one_row = Case("grouped_matmul", 16, 1, 128, 2, direction="input_gradient")
+    found = tpu_compiler.COMPILER.compile(target, [case, one_row])
+    assert "legalize" in found[0]["error"] or "xf16" in found[0]["error"]
     assert "float16" in tpu.refusal("float16", "float16", 16, 128, 128, 2)
+    assert "same element type" in found[1]["error"]
+    assert "matrix of one row" in tpu.refusal("bfloat16", "bfloat16", 16, 1, 128, 2)
 
 
 @pytest.mark.aot
@@ -112,11 +115,13 @@ def test_sizes_of_tpus_that_do_not_divide_compile(needs_libtpu):
         Case("quantized_grouped_matmul", **sizes, bits=4, epilogue=True),
         Case("quantized_grouped_matmul", **sizes | {"tiling": None}, bits=8),
         Case("grouped_matmul", 3, 50, 70, 4, dtype="float32"),
+        Case("grouped_matmul", 3, 50, 70, 4, direction="weight_gradient"),
+        Case("grouped_matmul", 3, 1, 70, 4, direction="weight_gradient"),  # a bias's
         Case("quantized_grouped_matmul", **sizes, bits=8, is_float8=True, epilogue=True),
     ]
     assert [result["error"] for result in tpu_compiler.COMPILER.compile("v5e", cases)] == [
         None
-    ] * 6
+    ] * 8
 
 
 # The first product of a layer with many rows, as inference and as training compile it.

@@ -21,6 +21,7 @@ from pallas_kernels.grouped_matmul.tile_schedule import row_tiles
 from pallas_kernels.launches import recorded_launches
 from pallas_kernels.quantization.qtensor import QTensor
 from pallas_kernels.quantized_grouped_matmul import gpu as quantized
+from pallas_kernels.tiling.gpu import checked, with_parts
 from tests.cases import slow
 from tests.kernels import loops
 
@@ -115,10 +116,21 @@ def check_forward(
     assert_agrees(y_RF, loops.product(in_float64(x_RD), w_EDF, sizes), out_dtype)
 
 
+def test_float32_results_have_steps_that_fit_beside_them():
+    """Of tilings that fit results of 16 bits, as a file of tuned ones may have them."""
+    for tiling, dtypes in (
+        (gpu.Tiling(64, 128, 128, warpgroups=3, stages=2), ("bfloat16", "bfloat16")),
+        (gpu.Tiling(64, 256, 128, stages=2), ("bfloat16", "int8")),
+    ):
+        checked(tiling, 1024, *map(jnp.dtype, dtypes))
+        parts = with_parts(tiling, 1024, *map(jnp.dtype, dtypes))
+        assert checked(parts, 1024, *map(jnp.dtype, dtypes)).splits == 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("D", [64, 192])
 def test_float32_results_are_sums_in_parts(D):
-    """One step is padded to two; three are three parts."""
+    """One step, or three, is padded to two parts."""
     check_forward(interpreted, GROUPS["ragged"], jnp.bfloat16, D=D, F=64, out_dtype=jnp.float32)
 
 

@@ -226,6 +226,26 @@ def test_gradients_of_float16_are_numbers_where_results_are(activation):
     np.testing.assert_allclose(x_RD[:, 0], [0.0, 64 * 20 * 60e-3], rtol=2e-2)
 
 
+@pytest.mark.parametrize("implementation", ["reference", "triton", slow("gpu")])
+def test_one_row_beyond_float16_is_no_row_of_another_expert(implementation):
+    """silu(-90,000) is 0 and has the gradient 0, also where float16 keeps its argument."""
+    x_RD, w_EDF = np.zeros((2, 64, 64), np.float16), np.zeros((2, 64, 64), np.float16)
+    x_RD, sizes_E = x_RD[0, :16], jnp.array([7, 6], jnp.int32)
+    x_RD[0, 0], w_EDF[:, 0] = 300, -300
+    named = {} if implementation == "reference" else {"interpret": True}
+
+    def product(x_RD, w_EDF, bias_EF):
+        options = {"bias_EF": bias_EF, "activation": "silu", "implementation": implementation}
+        return grouped_matmul(x_RD, w_EDF, sizes_E, **options, **named)
+
+    y_RF, back = jax.vjp(product, x_RD, w_EDF, jnp.zeros((2, 64)))
+    dx_RD, dw_EDF, dbias_EF = back(jnp.ones_like(y_RF))
+    assert not np.isnan(np.asarray(dx_RD, np.float32)).any() and not dw_EDF.any()
+    np.testing.assert_allclose(dbias_EF, np.outer([3.0, 3.0], np.ones(64)))
+    *_, dbias_EF = back(jnp.ones_like(y_RF).at[0].set(jnp.inf))
+    assert np.isfinite(dbias_EF).all(axis=1).tolist() == [False, True]
+
+
 def test_no_experts_have_gradients():
     x_RD, w_EDF, sizes_E = jnp.ones((3, D)), jnp.ones((0, D, F)), jnp.ones(0, jnp.int32)
     gradient = jax.grad(lambda x: grouped_matmul(x, w_EDF, sizes_E).sum())(x_RD)
