@@ -42,6 +42,7 @@ from switchx.training.telemetry.metrics import (
     SkippedBatches,
     cut_after,
     last_metrics,
+    last_step,
     routing_metrics,
     token_metrics,
 )
@@ -181,6 +182,10 @@ def train(
                 return loop.train(state)
 
 
+class _EvaluationCut(Exception):
+    """Training is to stop before the end of an evaluation."""
+
+
 @dataclasses.dataclass
 class _Loop:
     """The steps of one call of `train`, and the state that they keep from step to step.
@@ -189,6 +194,7 @@ class _Loop:
         evaluated: tasks of the evaluations, with their splits.
         pending: the step that was started last, its batch and its metrics, not yet read.
         stopped_by: the alarm that ends training.
+        evaluated_step: the step of the newest evaluation in the log; None without one.
     """
 
     job: TrainingJob
@@ -209,6 +215,7 @@ class _Loop:
     pending: tuple | None = None
     skipped_in_a_row: int = 0
     stopped_by: Alarm | None = None
+    evaluated_step: int | None = None
     last_metrics: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def train(self, state: TrainState) -> Outcome:
@@ -230,6 +237,7 @@ class _Loop:
             self.texts = TextLog(spec, self.text_evaluator, run, board, after)
         if evaluation := last_metrics(run.validation, after, self.job.eval_every):
             self._balance(evaluation)
+        self.evaluated_step = last_step(run.validation, after)
         writers = opened_writers(self.job.metric_writers, run, flat_description(self.job))
         with (
             contextlib.closing(self.log),
@@ -250,6 +258,9 @@ class _Loop:
         if step == 0 and job.train_steps > 0 and job.eval_at_start:
             logger.info("compiling and evaluating, before the first step")
             self._evaluate(step, state)
+        evaluation, is_cut = None, False
+        if step > 0 and self._is_evaluated_after(step) and self.evaluated_step != step:
+            is_cut = self._evaluate(step, state) is None  # as it was when the run stopped
         if step < job.train_steps:
             logger.info("compiling the training step")
         saved = step if step in self.checkpointer.steps else None
@@ -275,24 +286,28 @@ class _Loop:
             if self.skipped_in_a_row + 1 >= job.max_skipped_in_a_row:
                 self._account()
             self.reporter.stepped(step)
-            is_last = step == job.train_steps
+            is_last, evaluation = step == job.train_steps, None
             if step % job.log_every == 0 or is_last:
                 self._log(step, state)
-            evaluation = None
-            if step % job.eval_every == 0 or is_last:
-                evaluation = self._evaluate(step, state)
-            if step % job.checkpoint_every == 0 or is_last:
-                self._save(step, state, evaluation)
-                saved = step
-            elif self.saving.is_copied(step):
+            is_saved = step % job.checkpoint_every == 0 or is_last
+            if self.saving.is_copied(step) and not is_saved:
                 with self._apart("checkpoint"):
                     self.saving.copy(step, state, self.loader.state())
+            if self._is_evaluated_after(step):
+                evaluation = self._evaluate(step, state)
+                is_cut = evaluation is None
+            # After a signal the grace that is left decides, below.
+            if is_saved and not self.is_stopping():
+                self._save(step, state, evaluation)
+                saved = step
             self.checkpointer.check()
             self._stop_if_diverged(step, state, saved)
         self._account()
         with self._apart("checkpoint"):
             data = self.loader.state()
-            if step not in (saved, 0) and self.saving.save_at_the_end(step, state, data):
+            if step not in (saved, 0) and self.saving.save_at_the_end(
+                step, state, data, evaluation
+            ):
                 self.goodput.saved(step, self.checkpointer.steps)
             self.saving.wait()
         self.goodput.write(step)
@@ -304,7 +319,10 @@ class _Loop:
             )
         newest = max(self.checkpointer.steps, default=0)
         saved = None if newest == step else newest
-        return Outcome(step, step >= job.train_steps, self.last_metrics, saved)
+        return Outcome(step, step >= job.train_steps and not is_cut, self.last_metrics, saved)
+
+    def _is_evaluated_after(self, step: int) -> bool:
+        return step % self.job.eval_every == 0 or step == self.job.train_steps
 
     @contextlib.contextmanager
     def _apart(self, cause: Cause) -> Iterator[None]:
@@ -365,11 +383,27 @@ class _Loop:
             self.stopped_by = raised[0]
             self.is_stopping.request()
 
-    def _evaluate(self, step: int, state: TrainState) -> dict[str, Any]:
+    def _evaluate(self, step: int, state: TrainState) -> dict[str, Any] | None:
+        """Metrics of the evaluation, written into the logs.
+
+        None where training is to stop before its end: nothing of it is kept, and the run that
+        is resumed evaluates first.
+        """
         with self._apart("evaluation"):
             sample = RoutingSample(self.job.model, len(self.evaluated))
             params = state.evaluated_params
-            metrics = evaluate_job(self.job, self.program, params, sample, tasks=self.evaluated)
+            try:
+                metrics = evaluate_job(
+                    self.job,
+                    self.program,
+                    params,
+                    sample,
+                    change=self._unless_stopping,
+                    tasks=self.evaluated,
+                )
+            except _EvaluationCut:
+                self.reporter.note(f"the evaluation after step {step} is left to the next run")
+                return None
             if self.texts is not None:
                 metrics["texts"] = self.texts.evaluate(
                     self.program.whole_params(params), step, self.watch.read()
@@ -384,7 +418,14 @@ class _Loop:
             self.reporter.evaluated(step, metrics)
             if step % self.job.eval_every == 0:  # not where a run happens to end
                 self._balance(metrics)
+        self.evaluated_step = step
         return metrics
+
+    def _unless_stopping(self, batch: Batch) -> Batch:
+        """The batch; raises where training is to stop, in all processes at the same one."""
+        if self.is_stopping():
+            raise _EvaluationCut
+        return batch
 
     def _balance(self, evaluation: dict[str, Any]) -> None:
         """Passes the experts' load, summed over all tasks, to the program's `balance`.

@@ -109,18 +109,23 @@ class Saving:
         """Begins a local copy."""
         self._copies.save(step, state, data_state)
 
-    def save_at_the_end(self, step: int, state: TrainState, data_state: Any) -> bool:
+    def save_at_the_end(
+        self, step: int, state: TrainState, data_state: Any, metrics: dict | None
+    ) -> bool:
         """Saves a state that has not been, if the grace of a signal suffices; whether it did.
 
-        Otherwise a local copy is made, where there are copies.
+        It is taken to suffice where no save has been measured. Otherwise a local copy is made,
+        where there are copies.
         """
         left, needed = self._seconds_left(), self._checkpointer.meter.seconds_to_save()
         # Process 0 measures saves, and any process may have got the signal first.
-        own = np.float32([np.inf if left is None else left, -1 if needed is None else needed])
+        own = np.float32(
+            [np.inf if left is None else left, -np.inf if needed is None else needed]
+        )
         of_all = multihost_utils.process_allgather(own).reshape(-1, 2)
         left, needed = float(of_all[:, 0].min()), float(of_all[0, 1])
         if needed <= left:
-            self.save(step, state, data_state, None)
+            self.save(step, state, data_state, metrics)
             return True
         said = (
             f"step {step} is not saved: a save takes {needed:.0f} s, and {max(left, 0):.0f} s "

@@ -247,7 +247,7 @@ def spoil(monkeypatch):
         monkeypatch.setattr(TrainingProgram, "place", spoilt_place)
         monkeypatch.setattr(
             "switchx.training.loop.evaluate_job",
-            lambda job, program, params, sample, tasks: {"neg_log_perplexity": -1.0},
+            lambda *given, **named: {"neg_log_perplexity": -1.0},
         )
         return placed
 
@@ -462,6 +462,38 @@ def test_the_copy_that_is_made_instead_is_gone_on_from(tmp_path, finished):
         ("begin", 3, 4),
     ]
     assert steps_in(run.metrics) == [1, 2, 3, 4]
+    assert_same(restore_params(run.root), restore_params(finished[0].root))
+
+
+def test_the_grace_decides_where_a_save_was_due_too(tmp_path):
+    run, local = RunFolder(tmp_path / "run"), tmp_path / "local"
+    train(tiny_job(train_steps=2), run, Events())
+    slow_saves(run, 1000.0)
+    job = dataclasses.replace(job_of(grace_s=30.0, local_dir=str(local)), train_steps=6)
+    stopped_after(4, run, job)
+    assert (saved_steps(run), copies_in(local)) == ({2}, {4})
+
+
+def test_a_first_save_is_begun_however_little_grace_is_left(tmp_path):
+    """No save was measured: none is known not to fit."""
+    stopped_after(1, run := RunFolder(tmp_path), job_of(grace_s=1e-9))
+    assert saved_steps(run) == {1}
+
+
+@pytest.mark.parametrize("step", [2, 4])
+def test_a_signal_ends_an_evaluation_and_the_next_run_begins_with_it(tmp_path, finished, step):
+    run = RunFolder(tmp_path)
+    events = stopped_after(step, run, tiny_job())
+    assert f"the evaluation after step {step} is left to the next run" in events.notes
+    assert max(saved_steps(run)) == step and step not in steps_in(run.validation)
+    events = Events()
+    assert train(tiny_job(), run, events).is_finished
+    assert ("evaluated", step) == events[2]
+    whole = finished[0].validation.read_text().splitlines()
+    assert [
+        json.loads(line)["neg_log_perplexity"]
+        for line in run.validation.read_text().splitlines()
+    ] == [json.loads(line)["neg_log_perplexity"] for line in whole]
     assert_same(restore_params(run.root), restore_params(finished[0].root))
 
 

@@ -190,6 +190,12 @@ def last_metrics(path: pathlib.Path, last_step: int, every: int) -> dict[str, An
     return next((line for line in lines if line["step"] % every == 0), None)
 
 
+def last_step(path: pathlib.Path, at_most: int) -> int | None:
+    """The last step up to `at_most` that has a line in a log; None without one."""
+    lines = logged_lines(path, at_most)
+    return lines[-1]["step"] if lines else None
+
+
 class SkippedBatches:
     """The batches of steps that were not taken.
 
