@@ -365,4 +365,5 @@ def training_note(
         larger = of_switch(record, layers, switch, 4 * group_size)
         others = [larger] if larger.capacities(None) != drops.capacities(None) else []
     said = sentence(drops, switch.capacity_factor, others)
-    return f"{where}: {said} All this is of that one checkpoint, routed without exploration such as jitter."
+    of = "All this is of that one checkpoint, routed without exploration such as jitter."
+    return f"{where}: {said} {of}"

@@ -51,7 +51,7 @@ def message(*bindings: str, text: str | bytes = "") -> str:
         ),
         ("\nBATCH_SIZE = = 8", "my.gin:4: Unable to parse value."),
         ("config.ModelConfig.d_model 3", "my.gin:3: Couldn't parse statement"),
-        ("SIZES = 3, 4", "my.gin:3: the value is not one Python literal; decimals take a point"),
+        ("SIZES = 3, 4", "my.gin:3: the value is not one Python literal; decimals"),
         ("SIZES = [3", "my.gin:4: EOF in multi-line statement"),
         ("config.ModelConfig.d_model = %D_MODL", "the macro %D_MODL (did you mean MODEL?)"),
         (
