@@ -27,6 +27,7 @@ NOTE_EVERY_S = 10
 # A notebook's display: seconds between updates of the bar, and most lines below it.
 REDRAW_EVERY_S = 0.25
 SHOWN_LINES = 40
+_OURS = ("switchx", "pallas_kernels")  # whose errors are for a person
 
 
 def reporter_here(unit: str = "step"):
@@ -349,3 +350,12 @@ def cause(error: BaseException) -> str:
     """An exception's type and text on one line: `ValueError: no room`."""
     said = " ".join(str(error).split())
     return f"{type(error).__name__}: {said}" if said else type(error).__name__
+
+
+def is_for_a_person(error: BaseException) -> bool:
+    """Whether its message suffices: our own code raised it, or the system refused something."""
+    if isinstance(error, OSError) or not isinstance(error, ValueError | RuntimeError):
+        return isinstance(error, OSError)
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    is_ours = frame.f_globals.get("__name__", "").split(".")[0] in _OURS
+    return is_ours and not type(error).__module__.startswith("jax")

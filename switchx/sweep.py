@@ -27,12 +27,14 @@ import jax
 from switchx.analysis.comparison import Interval, interval_of, shown
 from switchx.checkpoint.restore import checkpoint_paths
 from switchx.checkpoint.run_folder import RunFolder
+from switchx.data.mixtures import evaluated_tasks
 from switchx.fields import describe, require
 from switchx.files import write_atomically
 from switchx.gin_config import gin_internals
 from switchx.gin_config.building import job_from_gin, operative_config, parse_job
 from switchx.gin_config.taken_settings import name_of
 from switchx.jobs import train
+from switchx.progress import is_for_a_person
 from switchx.training.job import TrainingJob
 from switchx.training.resume import check_same_run
 from switchx.training.telemetry.metrics import logged_lines
@@ -219,13 +221,19 @@ def cells_of(sweep: Sweep) -> list[Cell]:
 
 
 def run_cells(
-    sweep: Sweep, cells: Sequence[Cell], workers: int, note: Callable[[str], None]
+    sweep: Sweep,
+    cells: Sequence[Cell],
+    workers: int,
+    note: Callable[[str], None],
+    *,
+    has_traceback: bool = False,
 ) -> dict[str, str]:
     """Trains the cells that are not done, one after another here, or several in processes.
 
-    A cell that fails leaves how in its log, and others go on; one that another process trains
-    fails, and is left to it. `KeyboardInterrupt` ends all, as the end of this process does;
-    those that run save their states first.
+    A cell that fails leaves how in its log, in a paragraph as a command does; with
+    `has_traceback`, or of an error that is not meant for a person, as a traceback. Others go
+    on; one that another process trains fails, and is left to it. `KeyboardInterrupt` ends all,
+    as the end of this process does; those that run save their states first.
 
     Returns:
         What went wrong, by the name of the cell.
@@ -256,7 +264,7 @@ def run_cells(
     if workers == 1:
         for cell in filter(is_free, waiting):
             note(cell.name)
-            _train_here(sweep, cell)
+            _train_here(sweep, cell, has_traceback=has_traceback)
             ended(cell)
         return failed
     running: list[tuple[Cell, subprocess.Popen]] = []
@@ -264,7 +272,8 @@ def run_cells(
         while waiting or running:
             while waiting and len(running) < workers:
                 if is_free(cell := waiting.pop(0)):
-                    running.append((cell, _started(sweep, cell, workers)))
+                    process = _started(sweep, cell, workers, has_traceback=has_traceback)
+                    running.append((cell, process))
             time.sleep(POLL_S)
             for cell, process in [each for each in running if each[1].poll() is not None]:
                 running.remove((cell, process))
@@ -278,18 +287,22 @@ def run_cells(
     return failed
 
 
-def _train_here(sweep: Sweep, cell: Cell) -> None:
+def _train_here(sweep: Sweep, cell: Cell, *, has_traceback: bool) -> None:
     """Trains a cell in this process."""
     try:
         with gin_internals.restored():
             job = parse_job(sweep.gin_files, cell.bindings, sweep.search_paths)
             train(job, cell.run.path, configuration=operative_config("JOB"))
-    except Exception:  # whatever it is, the other cells are of use
+    except Exception as error:  # whatever it is, the other cells are of use
+        is_short = is_for_a_person(error) and not has_traceback
+        said = f"switchx train: error: {error}\n" if is_short else traceback.format_exc()
         with cell.log.open("a", encoding="utf-8") as log:
-            log.write(traceback.format_exc())
+            log.write(said)
 
 
-def _started(sweep: Sweep, cell: Cell, workers: int) -> subprocess.Popen:
+def _started(
+    sweep: Sweep, cell: Cell, workers: int, *, has_traceback: bool
+) -> subprocess.Popen:
     """A process that trains a cell and takes no Ctrl-C of this terminal; ends with this one."""
     given = {
         "--gin_file": sweep.gin_files,
@@ -297,7 +310,7 @@ def _started(sweep: Sweep, cell: Cell, workers: int) -> subprocess.Popen:
     }
     words = [f"{option}={value}" for option, values in given.items() for value in values]
     words += [*(f"--gin.{each}" for each in cell.bindings), f"--model_dir={cell.run.path}"]
-    words.append("--stop_with_stdin")
+    words += ["--stop_with_stdin", *["--traceback"] * has_traceback]
     # JAX would take most of a GPU's memory for each process.
     share = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / workers:.2f}"}
     with cell.log.open("ab") as log:
@@ -321,6 +334,15 @@ def table_of(sweep: Sweep, cells: Sequence[Cell]) -> list[dict[str, Any]]:
         around = interval_of([*row["losses"].values()] or [math.nan])
         row |= dataclasses.asdict(around)
     return [*rows.values()]
+
+
+def validates_alike(cells: Sequence[Cell]) -> bool:
+    """Whether all cells are evaluated on the same examples in the same tokens."""
+    read = [
+        [(t.corpus, t.evaluation_split, t.objective, t.vocabulary) for t in tasks]
+        for tasks in (evaluated_tasks(cell.job.source) for cell in cells)
+    ]
+    return all(each == read[0] for each in read)
 
 
 def optimum_of(sweep: Sweep, rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:

@@ -103,6 +103,7 @@ class RunLog:
         losses: loss by step, of `training` and of `validation`; NaN is not finite.
         costs: what training took until each logged step, by `COSTS`.
         end: last line of `validation.jsonl`.
+        validated: what the validation set is told by.
         history: routing in training; None of a dense model.
     """
 
@@ -112,6 +113,7 @@ class RunLog:
     losses: dict[str, dict[int, float]]
     costs: dict[str, np.ndarray]
     end: dict
+    validated: dict[str, object]
     history: RoutingHistory | None
 
     @property
@@ -148,7 +150,13 @@ def read_run_log(folder: str | os.PathLike) -> RunLog:
     is_sparse = any("routing" in line for line in lines["training"])
     history = read_history(logs["training"]) if is_sparse else None
     costs, end = _costs(lines["training"]), lines["validation"][-1]
-    return RunLog(os.fspath(folder), seed, settings, losses, costs, end, history)
+    vocabulary = root / "vocabulary.json"
+    validated = {
+        "target tokens": end.get("target_tokens"),
+        "vocabulary": vocabulary.read_bytes() if vocabulary.is_file() else None,
+        "FILES": settings.get("FILES"),
+    }
+    return RunLog(os.fspath(folder), seed, settings, losses, costs, end, validated, history)
 
 
 def _costs(lines: Sequence[dict]) -> dict[str, np.ndarray]:
@@ -254,18 +262,24 @@ class Comparison:
 
     @property
     def headline(self) -> str:
-        """Which configuration ends lowest, by how much, and whether seeds tell it apart."""
+        """Which configuration ends lowest, by how much, and whether seeds tell it apart.
+
+        None is named where validation sets differ.
+        """
         best, *others = sorted(
             self.configurations, key=lambda each: (math.isnan(each.final.mean), each.final.mean)
         )
         loss = f"validation loss {shown(best.final)} at step {best.last_step}"
-        tokens = {
-            run.end.get("target_tokens") for each in self.configurations for run in each.runs
-        }
-        caution = " Validation sets differ, so losses do not compare." * (len(tokens) > 1)
+        first, *runs = [run.validated for each in self.configurations for run in each.runs]
+        unlike = ", ".join(n for n in first if any(run[n] != first[n] for run in runs))
+        caution = f" Validation sets differ ({unlike}), so losses do not compare." * bool(
+            unlike
+        )
         if not others or math.isnan(others[0].final.mean):
             alone = "; of no other all seeds end with a finite loss" * bool(others)
             return f"{best.name}: {loss}{alone}.{caution}"
+        if unlike:
+            return f"No configuration is named lowest.{caution}"
         steps = {best.last_step, others[0].last_step}
         caution += " They end at other steps, and the later one learnt more." * (len(steps) > 1)
         lead = difference(others[0], best)

@@ -9,7 +9,6 @@ import re
 import shlex
 import shutil
 import sys
-import traceback
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -20,7 +19,6 @@ from switchx.own_code import import_from_working_directory
 from switchx.shipped import folder_of
 
 GIN_PREFIX = "--gin."
-_OURS = ("switchx", "pallas_kernels")  # whose errors are for a person
 DEVICES_FLAG = "--xla_force_host_platform_device_count"
 
 
@@ -373,19 +371,12 @@ def explain(error: BaseException, arguments: argparse.Namespace) -> int:
     if isinstance(error, KeyboardInterrupt):
         print("switchx: interrupted", file=sys.stderr)
         return 130
-    if arguments.traceback or not _is_for_a_person(error):
+    from switchx.progress import is_for_a_person  # not for help
+
+    if arguments.traceback or not is_for_a_person(error):
         raise error
     print(f"switchx {arguments.command}: error: {error}", file=sys.stderr)
     return getattr(error, "exit_status", 2 if isinstance(error, ValueError) else 1)
-
-
-def _is_for_a_person(error: BaseException) -> bool:
-    """Whether its message suffices: our own code raised it, or the system refused something."""
-    if isinstance(error, OSError) or not isinstance(error, ValueError | RuntimeError):
-        return isinstance(error, OSError)
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    is_ours = frame.f_globals.get("__name__", "").split(".")[0] in _OURS
-    return is_ours and not type(error).__module__.startswith("jax")
 
 
 # Command lines for a shell.

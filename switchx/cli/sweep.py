@@ -9,7 +9,8 @@ from switchx.fields import json_text
 
 DESCRIPTION = """\
 Trains each configuration of a grid with each seed, as `switchx train` does, and says which has
-the lowest validation loss at the end, and whether that is at the edge of the grid:
+the lowest validation loss at the end, and whether that is at the edge of the grid; none where
+validation sets differ:
 
   switchx sweep --gin_file=configs/runs/pretrain_tiny.gin --gin.TRAIN_STEPS=100 \\
     --gin.LEARNING_RATE=0.3,1,3 --seeds=3 --output=sweeps/rate
@@ -51,9 +52,12 @@ def run(arguments: argparse.Namespace) -> int:
 
     sweep = sweeps.parse_sweep(arguments.output, files, bindings, paths, arguments.seeds)
     cells = sweeps.cells_of(sweep)
-    failed = sweeps.run_cells(sweep, cells, arguments.workers, note)
+    failed = sweeps.run_cells(
+        sweep, cells, arguments.workers, note, has_traceback=arguments.traceback
+    )
     rows = sweeps.table_of(sweep, cells)
-    optimum = sweeps.optimum_of(sweep, rows)
+    is_alike = sweeps.validates_alike(cells)
+    optimum = sweeps.optimum_of(sweep, rows) if is_alike else None
     if arguments.json:
         found = {"command": "sweep", "results": rows, "optimum": optimum, "failed": failed}
         print(json_text(found))
@@ -65,5 +69,6 @@ def run(arguments: argparse.Namespace) -> int:
         numbers = f"{row['mean']:.4f}", around
         table.add_row(*row["values"].values(), done, *(numbers if row["losses"] else ()))
     Console(markup=False, highlight=False, soft_wrap=True).print(table)
-    print(sweeps.sentence_of(optimum))
+    said = "Validation sets differ (files, objective or vocabulary), so losses do not compare."
+    print(sweeps.sentence_of(optimum) if is_alike else said)
     return int(bool(failed))

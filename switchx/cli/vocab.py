@@ -33,7 +33,7 @@ FLAGS = {
     "--size=N": (int, "pieces; 100 sentinels come on top when it is used"),
 }
 SAMPLE = {
-    "--sample_characters=N": (int, "characters to train on, drawn evenly from all input"),
+    "--sample_characters=N": (int, "most characters to train on, drawn evenly from all input"),
     "--temperature=T": (
         float,
         "each --input is a language, drawn at the rate (its characters)^(1/T): 1 is "

@@ -71,11 +71,10 @@ def train_sentencepiece(
             or list of items, for each language.
         size: number of the model's pieces, such as T5's 32,000.
         output_dir: folder for the files, created if it does not exist.
-        sample_characters: characters to train on: this number up to twice as many, drawn evenly
-            from all inputs.
+        sample_characters: most characters to train on, line breaks included, of documents drawn
+            evenly from all inputs. No document is cut: one, of each language, is read whole.
         rates: rates of the languages, in their order, or proportional to their sizes in
-            characters; then no more than `sample_characters` are drawn. None draws from all as
-            if they were one.
+            characters. None draws from all as if they were one.
         columns: columns, as in `TextFiles.columns`.
 
     Raises:
@@ -90,10 +89,11 @@ def train_sentencepiece(
     output = Path(output_dir).expanduser()
     _log.info("reading the text")
     if rates is None:
-        texts = sample_evenly(_texts_of(inputs, columns), sample_characters)
+        found = sample_evenly(_texts_of(inputs, columns), sample_characters)
+        texts = _thinned(found, sample_characters, is_strict=True)
     else:
         readers = [lambda files=files: _texts_of(files, columns) for files in inputs]
-        texts = sample_at_rates(readers, rates, sample_characters)
+        texts = sample_at_rates(readers, rates, sample_characters, is_strict=True)
     with _written_to(output):
         _log.info("training %d pieces on %d characters", size, sum(map(len, texts)))
         model = train_model(texts, size)
@@ -130,6 +130,7 @@ def train_model(texts: Iterable[str], size: int, num_sentinels: int = 0) -> byte
     Raises:
         ValueError: no text, or a size that does not fit it.
     """
+    texts = list(texts)
     lines = [
         part
         for text in texts
@@ -161,7 +162,7 @@ def train_model(texts: Iterable[str], size: int, num_sentinels: int = 0) -> byte
         )
     except RuntimeError as error:
         raise ValueError(
-            _explain(size, num_sentinels, sum(map(len, lines)), str(error))
+            _explain(size, num_sentinels, sum(map(len, texts)), str(error))
         ) from error
     return model.getvalue()
 
@@ -198,6 +199,8 @@ def sample_at_rates(
     rates: Rates,
     num_characters: int,
     sizes: Sequence[int] | None = None,
+    *,
+    is_strict: bool = False,
 ) -> list[str]:
     """Texts of several languages, with each language's share of the characters.
 
@@ -206,6 +209,8 @@ def sample_at_rates(
     Args:
         readers: functions that return the texts of each language, whenever they are called.
         sizes: sizes of the languages, for proportional rates; None counts characters.
+        is_strict: no language exceeds its share by more than its first text; otherwise it may
+            where texts are of unlike lengths.
 
     Raises:
         ValueError: other numbers of rates than of languages, or a language without text.
@@ -222,11 +227,22 @@ def sample_at_rates(
     for read, rate in zip(readers, rates, strict=True):
         share = max(int(num_characters * rate / sum(rates)), 1)
         kept = sample_evenly(read(), share)
-        size = sum(map(len, kept))
         require(kept, "a language has no text; give each some")
-        number = max(len(kept) * share // max(size, share), 1)
-        texts += [kept[i * len(kept) // number] for i in range(number)]
+        texts += _thinned(kept, share, is_strict=is_strict)
     return texts
+
+
+def _thinned(texts: list[str], num_characters: int, *, is_strict: bool) -> list[str]:
+    """Texts spread evenly over these, of about so many characters; if `is_strict` of no more,
+    but for one text."""
+    size = sum(map(len, texts))
+    number = max(len(texts) * num_characters // max(size, num_characters), 1)
+    while True:
+        kept = [texts[i * len(texts) // number] for i in range(number)] if texts else []
+        size = sum(map(len, kept))
+        if not is_strict or size <= num_characters or number == 1:
+            return kept
+        number = max(min(number - 1, number * num_characters // size), 1)
 
 
 def _texts_of(inputs: str | Sequence[str], columns: Sequence[str] | None) -> Iterator[str]:

@@ -30,6 +30,7 @@ from switchx.gin_config.taken_settings import (
     FIRST,
     name_of,
     require_model_of_source,
+    sets_rows,
     take_sources,
 )
 from switchx.gin_config.writing import without_scopes
@@ -125,8 +126,9 @@ def parse_files(
     _note_replaced(bindings)
     roots = config_roots(search_paths)
     reading: list[str] = []
+    read: dict[str, str] = {}
     places = list(map(str, roots))
-    gin_internals.read_files(places, lambda path: _open(path, reading), os.path.isfile)
+    gin_internals.read_files(places, lambda path: _open(path, reading, read), os.path.isfile)
     for file in files:
         if not any((root / file).is_file() for root in roots):
             raise ConfigurationError(missing_file(file, roots))
@@ -139,7 +141,7 @@ def parse_files(
     is_first = [name_of(binding) in FIRST for binding in bindings]
     _parse_bindings(itertools.compress(bindings, is_first))
     try:
-        take_sources(bindings)
+        take_sources(bindings, has_own_rows=sets_rows(read))
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
     _parse_bindings(b for b, is_read in zip(bindings, is_first, strict=True) if not is_read)
@@ -312,15 +314,19 @@ def _type_message(name: str, value, hint) -> str:
 
 
 @contextlib.contextmanager
-def _open(path: str, reading: list[str]) -> Iterator[typing.TextIO]:
-    """Opens a file; while it is read, and if that fails, it is the last of `reading`."""
+def _open(path: str, reading: list[str], read: dict[str, str]) -> Iterator[typing.TextIO]:
+    """Opens a file; while it is read, and if that fails, it is the last of `reading`.
+
+    Its text is added to `read`.
+    """
     same = [each for each in reading if os.path.samefile(each, path)]
     if same:
         chain = [*reading[reading.index(same[0]) :], path]
         raise ConfigurationError(f"{' includes '.join(chain)}; take one of these lines out")
     reading.append(path)
     # A byte order mark, as Windows' editors write it, is no part of the text.
-    file = io.StringIO(as_of_today(pathlib.Path(path).read_text(encoding="utf-8-sig")))
+    read[path] = as_of_today(pathlib.Path(path).read_text(encoding="utf-8-sig"))
+    file = io.StringIO(read[path])
     file.name = path  # gin's errors say it
     yield file
     reading.pop()

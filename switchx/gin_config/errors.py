@@ -65,6 +65,13 @@ def explain(error: Exception, reading: str | None = None) -> str:
     return " ".join(text.split())
 
 
+def _no_literal() -> str:
+    return (
+        "the value is not one Python literal; decimals take a point (0.1), lists brackets and "
+        "texts quotes, and several values belong to `switchx sweep`"
+    )
+
+
 def _required(name: str) -> str:
     names = {name.partition("/")[0]: None}
     held = gin_internals.macros().items()
@@ -139,6 +146,7 @@ def _no_file(name: str) -> str:
 
 
 _SAYINGS = (
+    (r"^Expected newline", _no_literal),
     (r"([\w./]+) set to `%gin.REQUIRED`", _required),
     (r"Configurable '([\w.]+)' doesn't have a parameter named '(\w+)'", _no_parameter),
     (r"No configurable matching '([\w.]+)'", _no_configurable),

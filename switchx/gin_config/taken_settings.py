@@ -7,12 +7,17 @@ file binds them, and what changes no mathematics (the dispatcher, remat, scan_la
 dropout are the new run's own. With INIT_RULES or INIT_DROP the gin files may describe another
 model. INIT_FROM in a gin file, as in the operative configuration of a run, takes the place of
 nothing.
+
+VOCAB_SIZE follows VOCABULARY_FILE, a flag or a binding of a gin file. A flag VOCAB_SIZE wins
+over both, and one in a gin file of the user's own, as in an operative configuration, over
+VOCABULARY_FILE in a gin file; those of the shipped files are defaults.
 """
 
 import dataclasses
 import logging
+import pathlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import gin
 
@@ -20,6 +25,7 @@ from switchx.checkpoint.run_folder import RunFolder, read_model_config
 from switchx.data.vocabularies import read_or_trained
 from switchx.fields import describe, differences, require
 from switchx.gin_config import gin_internals
+from switchx.gin_config.files import configs_dir
 from switchx.gin_config.writing import MODEL_FILE, OF_THE_RUN
 from switchx.models.config import ModelConfig
 
@@ -33,11 +39,12 @@ _IMPORTS = "from __gin__ import dynamic_registration\nfrom switchx.models import
 _log = logging.getLogger(__name__)
 
 
-def take_sources(bindings: Sequence[str]) -> None:
+def take_sources(bindings: Sequence[str], *, has_own_rows: bool) -> None:
     """Binds the model of INIT_FROM, its vocabulary, and VOCAB_SIZE of VOCABULARY_FILE.
 
     Args:
         bindings: the flags; those of `FIRST` are parsed already, the others are not.
+        has_own_rows: whether a gin file that is not shipped sets VOCAB_SIZE (`sets_rows`).
 
     Raises:
         ValueError: no gin file describes a model, and INIT_FROM holds none that can be read.
@@ -51,7 +58,24 @@ def take_sources(bindings: Sequence[str]) -> None:
     if has_file and "INIT_FROM" in flags and "VOCABULARY_FILE" not in flags:
         gin.parse_config(f"VOCABULARY_FILE = {source!r}")
     if model is None:
-        _bind_rows(is_flag="VOCABULARY_FILE" in flags)
+        of = _macro_of(gin_internals.macros().get("VOCABULARY_FILE"))
+        is_run = of in ("INIT_FROM", "TEACHER")  # whose model has rows of its own
+        _bind_rows(follows="VOCABULARY_FILE" in flags or not (is_run or has_own_rows))
+
+
+def sets_rows(texts: Mapping[str, str]) -> bool:
+    """Whether a gin file that is not shipped, or names a vocabulary too, binds VOCAB_SIZE.
+
+    Args:
+        texts: text of each gin file, by its path.
+    """
+    shipped = configs_dir().resolve()
+    for path, text in texts.items():
+        bound = set(re.findall(r"^(VOCAB\w+)\s*=", text, re.MULTILINE))
+        is_own = shipped not in pathlib.Path(path).resolve().parents
+        if "VOCAB_SIZE" in bound and (is_own or "VOCABULARY_FILE" in bound):
+            return True
+    return False
 
 
 def require_model_of_source(model: ModelConfig, bindings: Sequence[str]) -> None:
@@ -151,8 +175,9 @@ def _fields(description, may_differ: bool = False) -> Iterator[tuple]:
         yield cls, field.name, value, text, differs
 
 
-def _bind_rows(*, is_flag: bool) -> None:
-    """VOCAB_SIZE is what the vocabulary of VOCABULARY_FILE needs."""
+def _bind_rows(*, follows: bool) -> None:
+    """VOCAB_SIZE is what the vocabulary of VOCABULARY_FILE needs; without `follows`, where it
+    is less."""
     file, rows = _macro("VOCABULARY_FILE"), _macro("VOCAB_SIZE", int)
     if file is None or rows is None:
         return
@@ -160,7 +185,7 @@ def _bind_rows(*, is_flag: bool) -> None:
         size = read_or_trained(file).size
     except (OSError, ValueError):
         return  # what needs the vocabulary says so: a plan does not
-    if is_flag or rows < size:
+    if follows or rows < size:
         gin.parse_config(f"VOCAB_SIZE = {-(-size // _ROWS) * _ROWS}")
 
 

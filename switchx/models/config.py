@@ -367,6 +367,11 @@ class ModelConfig:
         return self.switch.every
 
     @property
+    def scanned_period(self) -> int | None:
+        """Blocks of the period whose repeats are stacked; None where layers are unrolled."""
+        return self.period if self.scan_layers else None
+
+    @property
     def can_be_scanned(self) -> bool:
         """Whether `scan_layers` may be True: blocks repeat one pattern and share their bias."""
         has_named_layers = self.switch is not None and self.switch.has_named_layers

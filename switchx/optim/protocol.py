@@ -16,6 +16,11 @@ from switchx.axes import dims_of, matrix_dims
 from switchx.fields import require, without_gin
 from switchx.optim.schedules import Schedule, require_schedule
 
+# Of moments that begin at 0 beside a count that goes on: AdamW takes their bias for corrected.
+NEW_AT_OLD_COUNT = (
+    "at the old count, so that AdamW's first updates of them may be 6.5 times the rate"
+)
+
 
 class Optimizer(Protocol):
     """A frozen description, as `Adafactor` and `AdamW`."""

@@ -35,6 +35,7 @@ from switchx.checkpoint.run_folder import (
 from switchx.fields import require
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params, init_params
+from switchx.optim.protocol import NEW_AT_OLD_COUNT
 from switchx.partitioning.rules import param_sharding
 from switchx.training.job import InitConfig, TrainingJob
 from switchx.training.program import TrainingProgram
@@ -195,6 +196,10 @@ class Source:
     def notes(self) -> tuple[str, ...]:
         taken = [name for name, source in self.assignment.sources.items() if source is not None]
         state = "optimizer as there, step" if self._job.init.optimizer else "optimizer and step"
+        if self._job.init.optimizer and len(taken) < len(self.assignment.sources):
+            state = (
+                f"optimizer as there, new for what is drawn afresh ({NEW_AT_OLD_COUNT}), step"
+            )
         size = sum(self._targets[n].size * self._targets[n].dtype.itemsize for n in taken)
         return (
             f"restored {len(taken)} parameter arrays, {size} bytes, from {self._path}; {state} "

@@ -231,7 +231,7 @@ class TrainingJob:
     def transformation(self) -> optax.GradientTransformationExtraArgs:
         """The optimizer with its schedule, and learning rates by pattern."""
         built = self.optimizer.build(self.schedule)
-        return with_multipliers(built, self.step.rate_multipliers)
+        return with_multipliers(built, self.step.rate_multipliers, self.model.scanned_period)
 
     def require_storage(self, sizes: Mapping[str, int]) -> None:
         """Checks that experts can be stored as `storage` says.

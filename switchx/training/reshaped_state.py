@@ -2,7 +2,8 @@
 """The training state of a model whose experts were changed (`models/reshape.py`, `upcycle.py`).
 
 An expert and its router column go on with the statistics of what they are made of
-(`Reshaped.origin_NE`). Those of new parameters, and of another form, begin as in a new run.
+(`Reshaped.origin_NE`). Those of new parameters, and of another form, are those of a new run, at
+the count of the old one.
 Dims: E experts
 """
 
@@ -19,7 +20,7 @@ from switchx.models.config import ModelConfig
 from switchx.models.reshape import Reshaped
 from switchx.models.unroll import unrolled_blocks
 from switchx.object_store import Folder
-from switchx.optim.protocol import param_of
+from switchx.optim.protocol import NEW_AT_OLD_COUNT, param_of
 from switchx.tree import Tree, named_leaves, nested
 
 
@@ -65,7 +66,8 @@ def reshaped_state(
     if len(begun) == len(fresh.keys() - {None}):
         return None, "the optimizer's state is that of another optimizer, and stays behind"
     kinds = ", ".join(sorted({name.rpartition("/")[2] for name in begun}))
-    return nested(state), f"the optimizer's state goes along{kinds and f', new for {kinds}'}"
+    new = kinds and f", new for {kinds} ({NEW_AT_OLD_COUNT})"
+    return nested(state), f"the optimizer's state goes along{new}"
 
 
 def _array_before(

@@ -61,8 +61,9 @@ class StepConfig:
         bucket_bytes: largest bucket, in bytes, in which parameters sliced over `fsdp` are
             all-gathered and their gradients reduce-scattered (`training/fused_loss.py`); None
             leaves both to the compiler.
-        rate_multipliers: pairs of a pattern of parameters' paths and the factor of their
-            learning rate, 0 to freeze them (`optim/multipliers.py`).
+        rate_multipliers: pairs of a pattern of parameters' paths, those of unrolled layers
+            whatever is scanned, and the factor of their learning rate, 0 to freeze them
+            (`optim/multipliers.py`).
         ema_decay: decay of the exponential moving average of the parameters over steps, which
             evaluations during training use; None keeps no average.
         log_rms: whether the root mean squares of each parameter, its gradient and its update
@@ -289,7 +290,7 @@ def train_step(
     grads = into_slices(grads)
     norm_of = global_norm if step.bucket_bytes is None else sliced_global_norm
     # A frozen parameter's gradient has no other use, and is not computed where XLA sees it.
-    raw_norm = norm_of(without_frozen(step.rate_multipliers, grads))
+    raw_norm = norm_of(without_frozen(step.rate_multipliers, grads, config.scanned_period))
     state, metrics, _ = take_step(
         config, step, optimizer, state, grads, raw_norm, value, sums, stats
     )
@@ -337,7 +338,7 @@ def take_step(
         updated = out_of_slices(into_slices(optax.apply_updates(own, updates)))
         if stats is not None:
             updated = with_balanced_routers(config.switch.router, params, updated, stats)
-        updated = keep_frozen(step.rate_multipliers, params, updated)
+        updated = keep_frozen(step.rate_multipliers, params, updated, config.scanned_period)
         if average is not None:
             average = moved_average(average, into_slices(updated), step.ema_decay)
         moved = jax.tree.map(jnp.subtract, updated, params) if step.log_rms else {}

@@ -123,6 +123,23 @@ def test_the_headline_says_whether_seeds_tell_apart(folders, tmp_path):
     assert compared.overview().tables[0].rows[0][2] == "not finite"
 
 
+def test_no_winner_is_named_across_validation_sets(folders, tmp_path):
+    """Other files, another vocabulary, or another number of target tokens."""
+    others = {name: write_run(tmp_path / name, "7", final=1.0) for name in ("files", "words")}
+    with (others["files"] / "operative_config.gin").open("a") as file:
+        file.write("FILES = 'other'\n")
+    (others["words"] / "vocabulary.json").write_text('{"fingerprint": "1"}')
+    others["tokens"] = write_run(tmp_path / "tokens", "7", final=1.0, tokens=51)
+    for name, said in (
+        ("files", "FILES"),
+        ("words", "vocabulary"),
+        ("tokens", "target tokens"),
+    ):
+        found = compare([folders[0], others[name]]).headline
+        sets = f"Validation sets differ ({said}), so losses do not compare."
+        assert found == f"No configuration is named lowest. {sets}"
+
+
 def test_a_seed_that_diverged_is_not_hidden_by_what_came_before(folders, tmp_path):
     """Its log ends in steps that were all skipped, which have neither loss nor routing."""
     lost = write_run(tmp_path / "lost", seed=9)

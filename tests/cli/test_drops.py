@@ -74,6 +74,7 @@ def test_training_says_at_its_start_what_the_run_before_dropped(finished_run, cl
     words = arguments(folder, finished_run.files)
     said = cli("train", *words).err
     assert f"step_000012.parquet of {folder}: At factor 1.25 and groups of " in said
+    assert " All this is of that one checkpoint, routed without exploration" in said
     (there,) = folder.glob("routing/step_000012.parquet")
     there.write_bytes(b"PAR1")
     note = training_note(there.parent, ["encoder 0"], SwitchConfig(8), 64)

@@ -117,6 +117,27 @@ def test_sample_is_even_and_bounded():
     assert sample_evenly(["a long text"], 1) == ["a long text"]
 
 
+@pytest.mark.parametrize("rates", [None, (1.0, 1.0)])
+def test_a_sample_keeps_to_its_bound(rates, tmp_path, caplog):
+    """Documents of 20 to 1,000 characters; the progress line and the refusal count alike."""
+    lengths = np.random.default_rng(0).integers(20, 1000, 300)
+    documents = ["".join(TEXTS)[:n].replace("\n\n", " ") for n in lengths]
+    for name, texts in (("x", documents), ("y", documents[::-1])):
+        lines = (json.dumps({"text": text}) for text in texts)
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    files = [str(tmp_path / f"{name}.jsonl") for name in "xy"]
+    inputs = files if rates is None else [[each] for each in files]
+    for most in (20_000, 60_000, 110_000):
+        out = str(tmp_path / f"{most}")
+        summary = train_sentencepiece(inputs, 360, out, most, rates)
+        assert 0.9 * most < summary.num_characters <= most
+    caplog.set_level("INFO", "switchx")
+    with pytest.raises(ValueError) as error:
+        train_sentencepiece(inputs, 50_000, str(tmp_path / "out"), 20_000, rates)
+    counts = [int(re.search(r"on (\d+) char", x)[1]) for x in (caplog.text, str(error.value))]
+    assert counts[0] == counts[1] <= 20_000
+
+
 def test_files(tmp_path):
     (tmp_path / "a.txt").write_text("".join(TEXTS))
     (tmp_path / "b.jsonl").write_text('{"inputs": "one number", "targets": "eine Zahl"}\n')

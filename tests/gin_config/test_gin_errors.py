@@ -51,6 +51,7 @@ def message(*bindings: str, text: str | bytes = "") -> str:
         ),
         ("\nBATCH_SIZE = = 8", "my.gin:4: Unable to parse value."),
         ("config.ModelConfig.d_model 3", "my.gin:3: Couldn't parse statement"),
+        ("SIZES = 3, 4", "my.gin:3: the value is not one Python literal; decimals"),
         ("SIZES = [3", "my.gin:4: EOF in multi-line statement"),
         ("config.ModelConfig.d_model = %D_MODL", "the macro %D_MODL (did you mean MODEL?)"),
         (
@@ -122,6 +123,8 @@ def test_each_of_several_names_is_checked():
         ("SwitchConfig.groupsize=8", "no parameter 'groupsize' (did you mean group_size?)"),
         ("SwitchConfg.group_size=8", "there is no 'SwitchConfg' (did you mean SwitchConfig?)"),
         ("MODEL=@config.ModelConfg()", "no 'config.ModelConfg' (did you mean ModelConfig?)"),
+        ("LEARNING_RATE=0,1", "--gin.LEARNING_RATE=0,1: the value is not one Python literal"),
+        ("LEARNING_RATE=0,1", "several values belong to `switchx sweep`"),
         ("TRAIN_STEPS=-1", "train_steps=-1; use at least 0 (while building TrainingJob)"),
         ("LossConfig.balance_weight=1e999", "LossConfig.balance_weight=inf; use at least 0"),
     ],

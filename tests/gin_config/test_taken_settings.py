@@ -129,6 +129,28 @@ def test_every_task_that_has_a_vocabulary_reads_a_file(name, vocabulary, in_a_fo
     job.check_vocabulary()
 
 
+def test_rows_follow_a_vocabulary_file_that_a_gin_file_names(vocabulary, in_a_folder):
+    shipped = f'include "{TINY}"\ninclude "tasks/text_span_corruption.gin"\nFILES = "."\n'
+    mine = pathlib.Path("mine.gin")
+    mine.write_text(f'{shipped}VOCABULARY_FILE = "{vocabulary}"\n')
+    task = "tasks/text_span_corruption.gin"
+
+    def rows(*files, flags=()):
+        return job_from_gin(list(files), flags).model.vocab_size
+
+    # 400 pieces and 100 sentinels are 500 ids, 512 rows; the shipped files' 4096 is a default.
+    files = ["FILES='.'"]
+    assert (rows("mine.gin"), rows("mine.gin", task, flags=files)) == (512, 512)
+    # A flag says otherwise, and so does a file of one's own.
+    assert rows("mine.gin", flags=["VOCAB_SIZE=640"]) == 640
+    pathlib.Path("more.gin").write_text("VOCAB_SIZE = 768\n")
+    assert rows("mine.gin", "more.gin") == 768
+    # An operative configuration has both, and is read as it is written.
+    building.parse_job(["mine.gin"], ["VOCAB_SIZE=4096"])
+    pathlib.Path("operative_config.gin").write_text(building.operative_config("JOB"))
+    assert rows("operative_config.gin") == 4096
+
+
 def test_what_a_vocabulary_file_may_be(vocabulary, source):
     model = vocabulary / "vocabulary.model"
     assert read_or_trained(str(model)) == read_or_trained(str(vocabulary))

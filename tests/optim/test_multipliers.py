@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Learning rates by pattern, frozen parameters, and the average of parameters."""
 
+import contextlib
 import dataclasses
 
 import jax
@@ -43,15 +44,40 @@ NON_EXPERTS = ((r".*/experts/.*", 0.0), (r"embedding/.*", 0.5))
 
 def test_the_first_pattern_that_matches_a_whole_path_decides():
     rules = (("a/.*", 0.5), (".*/w_DF", 2.0))
-    assert multipliers(rules, ["a/w_DF", "b/w_DF", "b/b_F"]) == {
-        "a/w_DF": 0.5, "b/w_DF": 2.0, "b/b_F": 1.0,
-    }  # fmt: skip
+    leaves = {"a/w_DF": np.zeros((2, 3)), "b/w_DF": np.zeros((2, 3)), "b/b_F": np.zeros(3)}
+    assert multipliers(rules, leaves, None) == {"a/w_DF": 0.5, "b/w_DF": 2.0, "b/b_F": 1.0}
+    only = {"a/w_DF": leaves["a/w_DF"]}
     with refused("StepConfig.rate_multipliers: 'a' decides for no parameter<any>a/w_DF"):
-        multipliers((("a", 0.0),), ["a/w_DF"])
+        multipliers((("a", 0.0),), only, None)
     with refused("'a/w_DF' decides for no parameter"):
-        multipliers((*rules, ("a/w_DF", 0.0)), ["a/w_DF", "b/w_DF"])
+        multipliers((*rules, ("a/w_DF", 0.0)), leaves, None)
     with refused("StepConfig.rate_multipliers freezes all parameters"):
-        multipliers(((".*", 0.0),), ["a/w_DF"])
+        multipliers(((".*", 0.0),), only, None)
+
+
+def test_patterns_name_layers_whatever_is_stacked():
+    """Of four layers in a stack of two periods of two, layer_1 of it is layers 1 and 3."""
+    path, other = "decoder/blocks/layer_1/ffn/w_DF", "decoder/blocks/layer_0/ffn/w_DF"
+    stacked = {path: np.zeros((2, 4, 8)), other: np.zeros((2, 4, 8))}
+    unrolled = {path.replace("1", f"{i}"): np.zeros((4, 8)) for i in range(4)}
+    layer_1 = ((r".*/blocks/layer_1/.*", 1e-6),)
+    assert [*multipliers(layer_1, unrolled, None).values()] == [1.0, 1e-6, 1.0, 1.0]
+    last = path.replace("1", "3")
+    with refused(
+        f"StepConfig.rate_multipliers: {path} has 1e-06, {last} has 1, and these are scanned "
+        "as one array<any>ModelConfig.scan_layers=False"
+    ):
+        multipliers(layer_1, stacked, 2)
+    both = ((r".*/blocks/layer_[13]/.*", 0.5),)
+    assert multipliers(both, stacked, 2) == {path: 0.5, other: 1.0}
+    # Layers 1 and 3 by two rules; a rule of no layer is as it was.
+    assert multipliers((*layer_1, (".*layer_3.*", 1e-6)), stacked, 2)[path] == 1e-6
+    assert multipliers(((".*/w_DF", 0.5),), stacked, 2) == {path: 0.5, other: 0.5}
+    # A job passes on what it scans.
+    for model, said in ((STACKED, "<any> has 1, and these are scanned"), (DENSE, "")):
+        job = make_job(model, step=StepConfig(rate_multipliers=[(".*/layer_1/.*", 0.5)]))
+        with refused(said) if said else contextlib.nullcontext():
+            compiled_program(job)
 
 
 def drawn_gradients(step):
@@ -62,7 +88,7 @@ def drawn_gradients(step):
 @pytest.mark.parametrize("optimizer", [AdamW(weight_decay=0.1), Optax(optax.lion)])
 def test_updates_are_those_of_other_learning_rates(optimizer):
     """Of a parameter alone, with its own constant rate, its decay included."""
-    ours = with_multipliers(optimizer.build(Constant(0.1)), (("a/.*", 0.25),))
+    ours = with_multipliers(optimizer.build(Constant(0.1)), (("a/.*", 0.25),), None)
     state, params = ours.init(PARAMS), PARAMS
     for step in range(3):
         gradients = drawn_gradients(step)
@@ -80,7 +106,9 @@ def test_updates_are_those_of_other_learning_rates(optimizer):
 
 
 def test_frozen_parameters_have_no_statistics():
-    state = with_multipliers(Adafactor().build(Constant(0.1)), (("a/.*", 0.0),)).init(PARAMS)
+    state = with_multipliers(Adafactor().build(Constant(0.1)), (("a/.*", 0.0),), None).init(
+        PARAMS
+    )
     assert list(tree.named_leaves(state.statistics)) == ["b/w_DF/v_DF"]
 
 

@@ -151,6 +151,7 @@ def test_another_model_by_rules_on_a_mesh(source):
             expected = there[name.replace("layer_2", "layer_1")]
         np.testing.assert_array_equal(leaf, expected, err_msg=name)
     assert any(not leaf.sharding.is_fully_replicated for leaf in got.values())
+    assert "new for what is drawn afresh (at the old count, so that AdamW's" in found.notes[0]
     changes = found.assignment.changes()
     ffn = [name for name in there if name.startswith("decoder/blocks/layer_0/ffn/")]
     assert f"{ffn[0]}: drawn afresh" in changes and f"{ffn[0]}: dropped" in changes

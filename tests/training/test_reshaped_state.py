@@ -78,7 +78,8 @@ def test_moments_are_those_of_the_experts_before(
     expected = np.take(expected[None] if how == "dense" else expected, origin, axis)
     np.testing.assert_array_equal(new[begin + after], expected)
     kind = "w_router_DE" if how == "dense" else "router_log_count_E"
-    assert said == f"the optimizer's state goes along, new for {kind}"
+    begin = f"the optimizer's state goes along, new for {kind} (at the old count, so that"
+    assert said.startswith(begin)
     others = [name for name in old if "blocks" not in name]
     assert others and all(np.array_equal(new[name], old[name]) for name in others)
 

@@ -36,14 +36,15 @@ def token_metrics(sums: TokenSums) -> dict[str, float]:
     """Means over real target tokens.
 
     Negative log perplexity is minus the mean negative log-likelihood in nats (Fedus et al.
-    2021, section 2.3: natural logarithm; higher is better), without smoothing or z-loss.
+    2021, section 2.3: natural logarithm; higher is better), without smoothing or z-loss, and
+    cross-entropy is the same without the minus, in training as in validation.
     `soft_loss` is there of a student in training (`distillation/soft_loss.py`).
     """
     tokens = max(float(sums.tokens), 1.0)
     soft = {} if sums.soft_loss is None else {"soft_loss": float(sums.soft_loss) / tokens}
     return soft | {
         "neg_log_perplexity": -float(sums.nll) / tokens,
-        "cross_entropy": float(sums.loss) / tokens,
+        "cross_entropy": float(sums.nll) / tokens,
         "accuracy": float(sums.correct) / tokens,
         "target_tokens": float(sums.tokens),
     }

@@ -71,6 +71,9 @@ class Interval:
     def metrics(self, seconds: float, flops_per_step: float | None) -> dict[str, Any]:
         """Means over the interval's good steps, and rates over its time.
 
+        `token_loss` is what `loss` has of the tokens: cross-entropy with label smoothing and
+        z-loss, of a student mixed with the soft loss. The rest is the routers'.
+
         Args:
             flops_per_step: see `counted_flops`; with None no rate of them is given.
         """
@@ -89,6 +92,8 @@ class Interval:
         if good_steps:
             violation_N = np.mean(self._violations, axis=0) if self._violations else None
             metrics |= token_metrics(self._sums)
+            tokens = max(metrics["target_tokens"], 1.0)
+            metrics["token_loss"] = float(self._sums.loss) / tokens
             metrics |= routing_metrics(self._routing, violation_N) | rms_metrics(self._rms)
         return metrics
 
