@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import os
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -55,7 +55,11 @@ from switchx.training.compilation_cache import compiled_programs_kept
 from switchx.training.job import TrainingJob, require_job
 from switchx.training.program import TrainingProgram
 from switchx.training.programs import compiled_program
-from switchx.training.resume import check_same_model, with_vocabulary_of
+from switchx.training.resume import (
+    check_same_model,
+    read_otherwise,
+    with_vocabulary_of,
+)
 
 
 def evaluate(
@@ -297,9 +301,28 @@ class _Evaluation:
 
     @functools.cached_property
     def _checked_job(self) -> TrainingJob:
-        job = check_same_model(self.folder, self.job)
+        job = self._read_as_prompts(check_same_model(self.folder, self.job))
         for changed in filter(None, (self.replayed, self.recording)):
             job = changed.job(job)
+        return job
+
+    def _read_as_prompts(self, job: TrainingJob) -> TrainingJob:
+        """The job whose inputs are read as the model reads the prompts of generation."""
+        if job.model.is_encoder_decoder:
+            return job
+        where, note = self.folder.where, self.reporter.note
+        whole, ended = read_otherwise(evaluated_tasks(job.source), self.folder)
+        if whole:
+            note(
+                f"{where} reads prompts causally, and so inputs of {_names(whole)}, without "
+                "is_prefix_bidirectional"
+            )
+            job = dataclasses.replace(job, source=_with_evaluated(job.source, _causal))
+        if ended:
+            note(
+                f"inputs of {_names(ended)} end with the id of eos, {job.vocabulary.eos_id}, "
+                f"which `switchx generate` puts behind no prompt of {where}"
+            )
         return job
 
     @functools.cached_property
@@ -466,11 +489,35 @@ def _with_split(source: Task | Mixture, split: str | None) -> Task | Mixture:
     """The task or mixture, to be evaluated on another split."""
     if split is None:
         return source
-    if isinstance(source, Mixture):
-        name = "tasks" if source.evaluation is None else "evaluation"
-        tasks = tuple(_with_split(task, split) for task in getattr(source, name))
-        return dataclasses.replace(source, **{name: tasks})
-    return dataclasses.replace(source, evaluation_split=split)
+    return _with_evaluated(
+        source, lambda task: dataclasses.replace(task, evaluation_split=split)
+    )
+
+
+def _with_evaluated(source: Task | Mixture, change: Callable[[Task], Task]) -> Task | Mixture:
+    """The task or mixture, each task that is evaluated changed."""
+    if isinstance(source, Task):
+        return change(source)
+    name = "tasks" if source.evaluation is None else "evaluation"
+    return dataclasses.replace(source, **{name: tuple(map(change, getattr(source, name)))})
+
+
+def _causal(task: Task) -> Task:
+    """The task, each token of whose inputs attends to those before it alone."""
+    objective = task.objective
+    if not objective.is_prefix_bidirectional:
+        return task
+    require(
+        any(each.name == "is_prefix_bidirectional" for each in dataclasses.fields(objective)),
+        f"task {task.name!r}: {type(objective).__name__}.is_prefix_bidirectional is True, and "
+        "the model reads prompts causally; expected a field: declare it, or make it False",
+    )
+    objective = dataclasses.replace(objective, is_prefix_bidirectional=False)
+    return dataclasses.replace(task, objective=objective)
+
+
+def _names(tasks: Sequence[Task]) -> str:
+    return ", ".join(task.name for task in tasks)
 
 
 def _mesh_of_texts(mesh: MeshSpec) -> MeshSpec | None:

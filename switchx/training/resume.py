@@ -4,12 +4,14 @@
 import dataclasses
 import json
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 
 from switchx.checkpoint.run_folder import RunFolder, read_config
 from switchx.data.mixtures import as_mixture
+from switchx.data.tasks import Task, TextFormat
 from switchx.data.vocabularies import load_vocabulary, save_vocabulary
 from switchx.fields import describe, differences, require
 from switchx.files import write_atomically
@@ -156,3 +158,20 @@ def with_vocabulary_of(run: RunFolder, job: TrainingJob) -> TrainingJob:
     source = dataclasses.replace(mixture, tasks=tasks, evaluation=evaluated or None)
     source = tasks[0] if is_task else source
     return dataclasses.replace(job, source=source)
+
+
+def read_otherwise(tasks: Iterable[Task], run: RunFolder) -> tuple[list[Task], list[Task]]:
+    """The tasks whose inputs a folder's decoder-only model reads otherwise as prompts.
+
+    Returns:
+        Those whose inputs see themselves whole, where the model reads prompts causally, and
+        those whose inputs end with eos, where it puts none behind prompts.
+    """
+    source = read_config(run).get("source")
+    read = TextFormat.of_training(source, is_encoder_decoder=False)
+    whole = [each for each in tasks if each.objective.is_prefix_bidirectional]
+    ended = [each for each in tasks if each.objective.ends_inputs_with_eos]
+    return (
+        [] if read.is_prompt_bidirectional else whole,
+        [] if read.inputs_end_with_eos else ended,
+    )
