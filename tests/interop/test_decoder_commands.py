@@ -191,6 +191,29 @@ def test_positions_that_end_before_the_rope_does_are_named(tmp_path, capsys):
     )
 
 
+@pytest.mark.parametrize("part", ["model", "classifier"])
+def test_models_without_a_head_are_named(part, tmp_path):
+    from transformers import LlamaForSequenceClassification
+
+    whole, folder = theirs("llama", pad_token_id=0), tmp_path / "theirs"
+    saved = whole.model if part == "model" else LlamaForSequenceClassification(whole.config)
+    saved.save_pretrained(folder)
+    with refused(f"{folder} was saved as {type(saved).__name__}, without the lm head of a"):
+        read_checkpoint(folder)
+
+
+def test_an_empty_line_is_a_text_where_it_has_a_token(tmp_path, capsys):
+    """As the help of `generate` says: no start stands before these ids."""
+    theirs("llama").save_pretrained(tmp_path / "theirs")
+    run, lines = converted(tmp_path), tmp_path / "lines.txt"
+    lines.write_text("5 9\n\n")
+    assert main(["generate", f"--model_dir={run}", f"--input={lines}"]) == 2
+    assert "line 2 is empty; give at least one token" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    assert "and those without a token are errors" in " ".join(capsys.readouterr().out.split())
+
+
 def test_settings_of_training_that_are_not_kept_are_named(tmp_path, capsys):
     theirs("olmoe", router_aux_loss_coef=0.05).save_pretrained(tmp_path / "theirs")
     converted(tmp_path)
@@ -230,7 +253,7 @@ def test_fused_experts_are_read_as_those_apart(case, tmp_path):
     assert all(np.array_equal(apart[name], together[name]) for name in apart)
 
 
-def test_a_folder_with_a_tokenizer_keeps_it(tmp_path):
+def test_a_folder_with_a_tokenizer_keeps_it(tmp_path, capsys):
     """Texts are tokenized as transformers does, and the file comes back byte for byte.
 
     Ids of the table beyond the tokenizer have no text, and are never chosen.
@@ -246,6 +269,7 @@ def test_a_folder_with_a_tokenizer_keeps_it(tmp_path):
     prompt = "hello there 日本"
     ids, size = tokenizer.encode(prompt).ids, ours.vocabulary.size
     unknown = list(range(size, 400))
+    assert f"has no texts for ids {size} to 399, which are never" in capsys.readouterr().err
     assert max(their_texts(model, ends, [ids])[0]) >= size
     for way in ({"temperature": 100.0}, {"beam_size": 3}):
         (tokens,) = ours.generate([ids], max_new_tokens=40, **way)
