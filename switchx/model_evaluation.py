@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -29,7 +29,7 @@ from switchx.checkpoint.restore import (
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.data.evaluation import evaluation_examples, prediction_rows
 from switchx.data.features import Batch
-from switchx.data.mixtures import Mixture, evaluated_tasks
+from switchx.data.mixtures import Mixture, evaluated_tasks, with_evaluated
 from switchx.data.tasks import Task
 from switchx.fields import describe, json_text, require
 from switchx.files import write_atomically
@@ -57,7 +57,7 @@ from switchx.training.program import TrainingProgram
 from switchx.training.programs import compiled_program
 from switchx.training.resume import (
     check_same_model,
-    read_otherwise,
+    read_as_prompts,
     with_vocabulary_of,
 )
 
@@ -301,28 +301,10 @@ class _Evaluation:
 
     @functools.cached_property
     def _checked_job(self) -> TrainingJob:
-        job = self._read_as_prompts(check_same_model(self.folder, self.job))
+        job = check_same_model(self.folder, self.job)
+        job = read_as_prompts(self.folder, job, self.reporter.note)
         for changed in filter(None, (self.replayed, self.recording)):
             job = changed.job(job)
-        return job
-
-    def _read_as_prompts(self, job: TrainingJob) -> TrainingJob:
-        """The job whose inputs are read as the model reads the prompts of generation."""
-        if job.model.is_encoder_decoder:
-            return job
-        where, note = self.folder.where, self.reporter.note
-        whole, ended = read_otherwise(evaluated_tasks(job.source), self.folder)
-        if whole:
-            note(
-                f"{where} reads prompts causally, and so inputs of {_names(whole)}, without "
-                "is_prefix_bidirectional"
-            )
-            job = dataclasses.replace(job, source=_with_evaluated(job.source, _causal))
-        if ended:
-            note(
-                f"inputs of {_names(ended)} end with the id of eos, {job.vocabulary.eos_id}, "
-                f"which `switchx generate` puts behind no prompt of {where}"
-            )
         return job
 
     @functools.cached_property
@@ -489,35 +471,9 @@ def _with_split(source: Task | Mixture, split: str | None) -> Task | Mixture:
     """The task or mixture, to be evaluated on another split."""
     if split is None:
         return source
-    return _with_evaluated(
+    return with_evaluated(
         source, lambda task: dataclasses.replace(task, evaluation_split=split)
     )
-
-
-def _with_evaluated(source: Task | Mixture, change: Callable[[Task], Task]) -> Task | Mixture:
-    """The task or mixture, each task that is evaluated changed."""
-    if isinstance(source, Task):
-        return change(source)
-    name = "tasks" if source.evaluation is None else "evaluation"
-    return dataclasses.replace(source, **{name: tuple(map(change, getattr(source, name)))})
-
-
-def _causal(task: Task) -> Task:
-    """The task, each token of whose inputs attends to those before it alone."""
-    objective = task.objective
-    if not objective.is_prefix_bidirectional:
-        return task
-    require(
-        any(each.name == "is_prefix_bidirectional" for each in dataclasses.fields(objective)),
-        f"task {task.name!r}: {type(objective).__name__}.is_prefix_bidirectional is True, and "
-        "the model reads prompts causally; expected a field: declare it, or make it False",
-    )
-    objective = dataclasses.replace(objective, is_prefix_bidirectional=False)
-    return dataclasses.replace(task, objective=objective)
-
-
-def _names(tasks: Sequence[Task]) -> str:
-    return ", ".join(task.name for task in tasks)
 
 
 def _mesh_of_texts(mesh: MeshSpec) -> MeshSpec | None:

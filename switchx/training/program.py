@@ -40,7 +40,7 @@ from switchx.training.evaluate import eval_step
 from switchx.training.fused_loss import check_fused
 from switchx.training.job import TrainingJob
 from switchx.training.microbatches import has_whole_groups
-from switchx.training.resume import read_otherwise
+from switchx.training.resume import read_otherwise, task_names
 from switchx.training.step import TrainState, init_state, train_step
 
 
@@ -190,12 +190,12 @@ class TrainingProgram:
             with contextlib.suppress(ValueError):  # a user's objective that is not imported
                 whole, _ = read_otherwise(tasks, run)
             if whole:
-                names = ", ".join(dict.fromkeys(task.name for task in whole))
                 objective = type(whole[0].objective).__name__
                 yield (
-                    f"{name}={str(folder)!r} reads prompts causally, and inputs of {names} see "
-                    "themselves whole here, in training and afterwards; to read them causally, "
-                    f"use --gin.{objective}.is_prefix_bidirectional=False"
+                    f"{name}={str(folder)!r} reads prompts causally, and inputs of "
+                    f"{task_names(whole)} see themselves whole here, in training and "
+                    "afterwards; to read them causally, use "
+                    f"--gin.{objective}.is_prefix_bidirectional=False"
                 )
 
     def _norm_notes(self) -> tuple[str, ...]:

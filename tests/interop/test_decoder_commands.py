@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 import switchx
 from switchx.cli.main import main
+from switchx.data.corpora.text_files import TextFiles
 from switchx.interop.decoder_families import DECODERS
 from switchx.interop.huggingface import read_checkpoint
 from switchx.tree import named_leaves
@@ -175,6 +176,28 @@ def test_prompts_that_see_themselves_whole_are_no_model_of_transformers(tmp_path
         said = capsys.readouterr().err
         assert ("prompts of this run see themselves whole" in said) != i
         assert "prompts of this run end with the id of eos, 2, which switchx puts" in said
+
+
+def test_a_loss_before_reshaping_is_of_prompts_that_are_read_causally(tmp_path, capsys):
+    theirs("llama").save_pretrained(tmp_path / "theirs")
+    run, file = converted(tmp_path), tmp_path / "pairs.jsonl"
+    texts = [{"inputs": f"5 9 {i}", "targets": f"{i} 7 4"} for i in range(10, 26)]
+    file.write_text("\n".join(map(json.dumps, texts)))
+    words = ["BATCH_SIZE=8", "INPUTS_LENGTH=8", "TARGETS_LENGTH=8", f"INIT_FROM={run}"]
+    words += [f"FILES={file}", "TextFiles.validation_fraction=0.5"]
+    gin = [f"--gin_file=configs/{each}.gin" for each in ("runs/finetune", "tasks/pairs")]
+    of = f"--model_dir={run}", f"--output={tmp_path / 'sparse'}", "--experts=2", "--every=1"
+    gin += [f"--gin.{each}" for each in (*words, "TrainingJob.eval_batches=None")]
+    capsys.readouterr()
+    assert main(["reshape", *of, *gin, "--json"]) == 0
+    printed = capsys.readouterr()
+    assert f"{run} reads prompts causally, and so inputs of pairs" in printed.err
+    held_out = list(TextFiles(str(file), validation_fraction=0.5).open("validation", None))
+    lists = [[[*map(int, each[name].split()), 2] for each in held_out] for name in texts[0]]
+    scores = switchx.load(str(run)).score(*lists)
+    want = -sum(s.log_likelihood for s in scores) / sum(s.num_tokens for s in scores)
+    before, *_ = json.loads(printed.out)["results"]
+    assert before["loss_nats"] == pytest.approx(want, rel=1e-5)
 
 
 def test_positions_that_end_before_the_rope_does_are_named(tmp_path, capsys):
