@@ -29,7 +29,7 @@ from switchx.checkpoint.restore import (
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.data.evaluation import evaluation_examples, prediction_rows
 from switchx.data.features import Batch
-from switchx.data.mixtures import Mixture, evaluated_tasks
+from switchx.data.mixtures import Mixture, evaluated_tasks, with_evaluated
 from switchx.data.tasks import Task
 from switchx.fields import describe, json_text, require
 from switchx.files import write_atomically
@@ -55,7 +55,11 @@ from switchx.training.compilation_cache import compiled_programs_kept
 from switchx.training.job import TrainingJob, require_job
 from switchx.training.program import TrainingProgram
 from switchx.training.programs import compiled_program
-from switchx.training.resume import check_same_model, with_vocabulary_of
+from switchx.training.resume import (
+    check_same_model,
+    read_as_prompts,
+    with_vocabulary_of,
+)
 
 
 def evaluate(
@@ -298,6 +302,7 @@ class _Evaluation:
     @functools.cached_property
     def _checked_job(self) -> TrainingJob:
         job = check_same_model(self.folder, self.job)
+        job = read_as_prompts(self.folder, job, self.reporter.note)
         for changed in filter(None, (self.replayed, self.recording)):
             job = changed.job(job)
         return job
@@ -466,11 +471,9 @@ def _with_split(source: Task | Mixture, split: str | None) -> Task | Mixture:
     """The task or mixture, to be evaluated on another split."""
     if split is None:
         return source
-    if isinstance(source, Mixture):
-        name = "tasks" if source.evaluation is None else "evaluation"
-        tasks = tuple(_with_split(task, split) for task in getattr(source, name))
-        return dataclasses.replace(source, **{name: tasks})
-    return dataclasses.replace(source, evaluation_split=split)
+    return with_evaluated(
+        source, lambda task: dataclasses.replace(task, evaluation_split=split)
+    )
 
 
 def _mesh_of_texts(mesh: MeshSpec) -> MeshSpec | None:

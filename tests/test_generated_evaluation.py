@@ -4,6 +4,7 @@
 import dataclasses
 import json
 import types
+from typing import ClassVar
 
 import jax
 import pytest
@@ -30,7 +31,7 @@ from switchx.training.text_evaluation import TextEvaluation
 from tests.data.fakes import VOCABULARY, ListCorpus, pair_corpus
 from tests.data.refusals import refused
 from tests.data.tokenizer_files import tokenizer_folder
-from tests.training.jobs import DENSE, TASK, make_job, make_params
+from tests.training.jobs import DENSE, TASK, Events, make_job, make_params
 from tests.training.saved_runs import save_run
 
 pytestmark = pytest.mark.usefixtures("programs_compiled_once")
@@ -157,6 +158,42 @@ def test_a_job_decodes_as_what_it_begins_with(by, tmp_path):
     texts = evaluator_of(job, RunFolder(tmp_path / "run"), mesh, JobTexts)
     decoding = texts._model.decoding_config()
     assert decoding.stop == ("e",) and decoding.num_ids == size
+
+
+@dataclasses.dataclass(frozen=True)
+class Own(InputsToTargets):
+    is_prefix_bidirectional: ClassVar[bool] = True
+
+
+def test_a_model_that_reads_causally_is_scored_as_it_generates(tmp_path):
+    """The likelihood is that of the API, whatever attention the evaluated task names."""
+    run, events = save_run(tmp_path / "run", DENSE), Events()
+    events.note("an empty reporter is none")
+    rows = dict(inputs_length=24, targets_length=16)
+    task = dataclasses.replace(LETTERS, evaluation_split="test")
+    asked = ask(switchx.load(run), evaluation_examples(LETTERS, "test", FEATURES))
+    targets = [[*ByteVocabulary().encode(text), 1] for _, text in PAIRS]
+    scores = switchx.load(run).score(asked.prompts, targets)
+    want = -sum(s.log_likelihood for s in scores) / sum(s.num_tokens for s in scores)
+    for source in (task, Mixture((LETTERS_APART,), evaluation=(task,))):
+        got = switchx.evaluate(
+            run, make_job(DENSE, source=source, **rows), metrics=[], reporter=events
+        )
+        assert got["cross_entropy"] == pytest.approx(want, rel=1e-5)
+    assert any("reads prompts causally, and so inputs of letters" in e for e in events.notes)
+    assert any("inputs of letters end with the id of eos, 1" in e for e in events.notes)
+    own = dataclasses.replace(task, objective=Own())
+    with refused("task 'letters': Own.is_prefix_bidirectional is True"):
+        switchx.evaluate(run, make_job(DENSE, source=own, **rows), metrics=[], reporter=events)
+    # A run that learnt to see its inputs whole is evaluated so.
+    saved, events = save_run(tmp_path / "whole", DENSE, source=LETTERS), Events()
+    events.note("an empty reporter is none")
+    whole = switchx.evaluate(
+        saved, make_job(DENSE, source=task, **rows), metrics=[], reporter=events
+    )
+    assert abs(whole["cross_entropy"] - want) > 1e-3 and not any(
+        "causally" in note or "eos" in note for note in events.notes
+    )
 
 
 def test_what_a_job_cannot_write_is_refused_before_it_trains():

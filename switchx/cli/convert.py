@@ -415,6 +415,7 @@ def _to_peft(arguments: argparse.Namespace, reporter) -> None:
     from switchx.whole_folders import new_folder
 
     source = RunFolder(folder_of(arguments.src))
+    model = read_model_config(source)  # refuses what is no run
     record = AdapterRecord.read(source)
     require(
         record is not None,
@@ -423,7 +424,7 @@ def _to_peft(arguments: argparse.Namespace, reporter) -> None:
     )
     path = source.checkpoints / str(choose_step(source, arguments.step))
     adapters = read_items(path, {"params": None})["params"]
-    config, adapters = unrolled(read_model_config(source), adapters)
+    config, adapters = unrolled(model, adapters)
     if record.spec.bits is not None:
         reporter.note(
             f"trained beside experts of {record.spec.bits} bits: beside others, such as those "

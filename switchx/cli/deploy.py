@@ -108,13 +108,14 @@ def _deploy(arguments: argparse.Namespace, reporter) -> tuple[list[dict[str, Any
     from switchx.gin_config import building
     from switchx.results import Check
     from switchx.training.loop import open_evaluated
-    from switchx.training.resume import check_same_model
+    from switchx.training.resume import check_same_model, read_as_prompts
 
     settings = _settings(arguments)
     require_deployment(arguments.output)
     plan = DeployPlan(arguments.model_dir, arguments.step, settings)
     folder = RunFolder(arguments.model_dir)
     job = check_same_model(folder, building.parse_job(*shared.gin_of(arguments, folder)))
+    job = read_as_prompts(folder, job, reporter.note)
     split = plan.split
     if settings.devices > 1 or settings.memory_gib is not None:
         reporter.note(

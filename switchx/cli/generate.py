@@ -31,8 +31,9 @@ tabs between them, or with --json in a list, `outputs`; with --logprobs, --json 
 
 With --output, the same command goes on where a killed one left off, and also when lines were
 added to the input: FILE.progress.json says of which inputs and settings the lines are.
-All lines are read and checked before anything is generated: those that are not UTF-8, and
-those that are too long are errors. An empty one is a text, of the end token alone.
+All lines are read and checked before anything is generated: those that are not UTF-8, those
+that are too long and those without a token are errors. An empty one has a token where eos ends
+texts or where the vocabulary has a start.
 """
 SCORE = """\
 Scores each line `input<TAB>target` of a file or of standard input: the natural logarithm of

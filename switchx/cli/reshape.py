@@ -105,7 +105,7 @@ def _reshape(arguments: argparse.Namespace, reporter) -> tuple[list[dict[str, An
     from switchx.gin_config import building
     from switchx.inference.artifact import is_artifact
     from switchx.training.reshaped_state import reshaped_state
-    from switchx.training.resume import check_same_model
+    from switchx.training.resume import check_same_model, read_as_prompts
 
     if is_artifact(arguments.model_dir):
         raise ValueError(
@@ -133,6 +133,7 @@ def _reshape(arguments: argparse.Namespace, reporter) -> tuple[list[dict[str, An
         return [_row("merged", model)], description
     made = _check(arguments, config)
     job = check_same_model(folder, building.parse_job(*shared.gin_of(arguments, folder)))
+    job = read_as_prompts(folder, job, reporter.note)
     reporter.note(f"reading {folder.root} and its validation text")
     model = api.load(folder.path, arguments.step)
     text = ValidationText.of(job, num_prompts=0, input_length=1)

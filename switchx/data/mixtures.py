@@ -9,7 +9,7 @@ seqio's do. `multi30k_directions` is one model for several languages, as Kim et 
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -140,6 +140,14 @@ def evaluated_tasks(source: Task | Mixture) -> tuple[Task, ...]:
     """The tasks that are evaluated: those that are learnt, or those that a mixture names."""
     mixture = as_mixture(source)
     return mixture.tasks if mixture.evaluation is None else mixture.evaluation
+
+
+def with_evaluated(source: Task | Mixture, change: Callable[[Task], Task]) -> Task | Mixture:
+    """The task or mixture, each task that is evaluated changed."""
+    if isinstance(source, Task):
+        return change(source)
+    name = "tasks" if source.evaluation is None else "evaluation"
+    return dataclasses.replace(source, **{name: tuple(map(change, getattr(source, name)))})
 
 
 def splits_read(source: Task | Mixture) -> list[tuple[Task, str]]:

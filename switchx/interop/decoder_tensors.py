@@ -18,7 +18,7 @@ from switchx.interop.tensor_folder import (
     WAY_OUT,
     TensorFolder,
     read_parameters,
-    require_same_tensors,
+    require_whole_model,
     torch_shapes,
 )
 from switchx.models.config import ModelConfig
@@ -124,7 +124,7 @@ def read_params(
         names = tensor_names(kin, config) | {"embedding/w_logits_DV": (TABLE,)}
     else:
         names = tensor_names(kin, config)
-    require_same_tensors(torch_shapes(names, config), found, where, WAY_OUT)
+    require_whole_model(fields.values, torch_shapes(names, config), found, where)
     of = factors, orders(kin, config)
     return read_parameters(tensors, names, config, ids, scratch, *of), config
 

@@ -93,9 +93,9 @@ def decoding_defaults(
         sampling = _SAMPLING | sampling
         sampling["top_k"] = sampling["top_k"] or None
         found |= sampling
-    else:
-        unused |= {n: value for n, value in sampling.items() if value != _SAMPLING[n]}
-        unused |= {"do_sample": True} if values.get("do_sample") else {}
+        sampling = {}
+    elif values.get("do_sample"):
+        unused |= sampling | {"do_sample": True}
     if (forced := values.get("forced_bos_token_id")) == special_ids[PAD_ID]:
         unused["forced_bos_token_id"] = forced  # what an output has of padding is not kept
     elif forced is not None:
@@ -113,10 +113,22 @@ def decoding_defaults(
     for name, value in values.items():
         if name not in _READ + _SILENT and value != _NEUTRAL.get(name) and value:
             unused[name] = value
-    if not unused:
-        return found, []
-    names = ", ".join(f"{name}={value!r:.80}" for name, value in unused.items())
-    return found, [f"{where}: not used: {names}; texts of transformers may be others"]
+    notes = []
+    if unused:
+        notes.append(
+            f"{where}: not used: {_listed(unused)}; texts of transformers may be others"
+        )
+    idle = {name: value for name, value in sampling.items() if value != _SAMPLING[name]}
+    if idle and not values.get("do_sample"):
+        notes.append(
+            f"{where}: {_listed(idle)} without do_sample=True: neither transformers nor "
+            "switchx samples by itself; to sample, give them as options"
+        )
+    return found, notes
+
+
+def _listed(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r:.80}" for name, value in values.items())
 
 
 def write_generation(

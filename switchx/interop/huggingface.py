@@ -124,15 +124,14 @@ def read_checkpoint(
         f"{folder} is no folder; download the checkpoint first, such as with `hf download "
         "google/switch-base-8 --local-dir DIR`, and give that folder",
     )
+    values = _description(folder)
     require(
         not (folder / _ADAPTER).is_file(),
         f"{folder} has an adapter beside its model ({_ADAPTER}), which transformers adds where "
         "it opens the folder; move adapter_config.json and adapter_model.* into a folder of "
         "their own, convert the model, then these with --from=peft",
     )
-    file = folder / "config.json"
-    values, tensors = read_json(file), TensorFolder(folder)
-    fields = Fields(values, str(file))
+    tensors, fields = TensorFolder(folder), Fields(values, str(folder / "config.json"))
     family = family_of(fields)
     overflow = family.overflows[0] if overflow is None else overflow
     require(
@@ -168,6 +167,25 @@ def read_checkpoint(
     notes = (*_differences(said, config), *_unread(tensors), *unused)
     is_of_bytes = _is_of_bytes(folder)
     return Checkpoint(config, params, vocabulary, is_of_bytes, notes, special_ids, decoding)
+
+
+def _description(folder: pathlib.Path) -> dict[str, Any]:
+    """`config.json` of a model of transformers; refuses other kinds of folders by name."""
+    file = folder / "config.json"
+    require(
+        file.is_file() or not (folder / _ADAPTER).is_file(),
+        f"{folder} is an adapter ({_ADAPTER}) without a model; convert the model that it was "
+        f"made for, then `switchx convert --from=peft {folder} DST --base=DIR`, DIR that model",
+    )
+    is_packed = not file.is_file() and (folder / "artifact.json").is_file()
+    values = {} if is_packed else read_json(file)
+    require(
+        not is_packed and ("model_type" in values or not isinstance(values.get("model"), dict)),
+        f"{folder} is a folder of switchx, expected one of transformers; commands open it as "
+        f"it is, such as `switchx generate --model_dir={folder}`; a run of switchx is written "
+        "for transformers with --to=huggingface",
+    )
+    return values
 
 
 def _read_decoder(
@@ -222,6 +240,10 @@ def _read_decoder(
             f"{vocabulary} has ids up to {ids.size - 1}, the model has {config.vocab_size}; "
             "give the tokenizer.json that belongs to the model",
         )
+        if ids.size < config.vocab_size:
+            own = range(ids.size, config.vocab_size)
+            told = f"{vocabulary} has no texts for ids {own[0]} to {own[-1]}, which are never"
+            of["notes"] += (f"{told} generated; transformers may write them",)
         return Checkpoint(config, params, None, ids=ids, **of)
     said = fields.values | generation
     ends, pad, bos = end_ids(said), said.get("pad_token_id"), said.get("bos_token_id")

@@ -24,10 +24,9 @@ import numpy as np
 from switchx.fields import require
 from switchx.interop.huggingface_config import MOST_BLOCKS, Fields, switch_layers
 from switchx.interop.tensor_folder import (
-    WAY_OUT,
     TensorFolder,
     read_parameters,
-    require_same_tensors,
+    require_whole_model,
     torch_shapes,
 )
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
@@ -58,7 +57,7 @@ def read_params(
     found = {name: shape for name, shape in tensors.shapes.items() if name not in _UNREAD}
     copies = [name for name in _COPIES if name in found]
     table = {"embedding/embedding_VD": (TABLE, *copies)}
-    require_same_tensors(torch_shapes(names | table, config), found, where, WAY_OUT)
+    require_whole_model(fields.values, torch_shapes(names | table, config), found, where)
     table_VD = tensors.read(TABLE)
     different = [name for name in copies if not np.array_equal(tensors.read(name), table_VD)]
     require(

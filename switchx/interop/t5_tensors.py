@@ -15,7 +15,7 @@ from switchx.interop.tensor_folder import (
     WAY_OUT,
     TensorFolder,
     read_parameters,
-    require_same_tensors,
+    require_whole_model,
     torch_shape,
     torch_shapes,
 )
@@ -70,7 +70,7 @@ def read_params(
     expected = torch_shapes(names, config)
     copies = [*tables[1:], *([head] if head_is_copy else [])]
     expected |= dict.fromkeys(copies, torch_shape("embedding/embedding_VD", config))
-    require_same_tensors(expected, found, str(folder), _WAY_OUT)
+    require_whole_model(fields.values, expected, found, str(folder), _WAY_OUT)
     different = _unlike(tensors, tables[0], copies)
     if different == [head] and (own_head or not config.scale_tied_logits):
         # T5 1.1, mT5, UMT5, saved by transformers 5: not tied, whatever the file says.

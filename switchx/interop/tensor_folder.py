@@ -40,6 +40,8 @@ _KINDS = {
 }
 # Where names or shapes are not those of config.json.
 WAY_OUT = "use the config.json that belongs to these files, and all of the files"
+# Ends of the names of classes with a head, an early one of T5 among them.
+_WHOLE = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 _UNREAD = ("*.pt", "*.pth", "*.ckpt", "*.msgpack", "*.h5")
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _WRITTEN = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -201,6 +203,10 @@ def read_json(path: pathlib.Path, most_bytes: int = MOST_CONFIG_BYTES) -> dict[s
     """
     try:
         return read_json_object(path, most_bytes)
+    except FileNotFoundError:
+        raise ValueError(
+            f"{path} is not there; fetch it, or give a folder that `save_pretrained` wrote"
+        ) from None
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read ({error}); restore the file") from error
 
@@ -447,6 +453,31 @@ def to_torch(parameter: str, value: np.ndarray) -> list[np.ndarray]:
     matrices = value if letters_of(parameter)[0] == "E" else [value]
     shape = _matrix_shape(parameter, value.shape)
     return [np.ascontiguousarray(each.reshape(shape).T) for each in matrices]
+
+
+def require_whole_model(
+    description: Mapping[str, Any],
+    expected: Mapping[str, tuple[int, ...]],
+    found: Mapping[str, tuple[int, ...]],
+    where: str,
+    way_out: str = WAY_OUT,
+) -> None:
+    """`require_same_tensors`, where a class without a language model's head is named.
+
+    Args:
+        description: content of `config.json`, whose `architectures` name the class.
+    """
+    saved = description.get("architectures")
+    named = [name for name in saved if isinstance(name, str)] if isinstance(saved, list) else []
+    is_whole = not named or any(name.endswith(_WHOLE) for name in named)
+    if "embed_tokens.weight" in found:  # decoders have `model.` before it
+        is_whole, named = False, named or ["model"]
+    require(
+        is_whole or expected == found,
+        f"{where} was saved as {', '.join(named)[:80]}, without the lm head of a language "
+        "model; save the whole model, such as AutoModelForCausalLM, by `save_pretrained`",
+    )
+    require_same_tensors(expected, found, where, way_out)
 
 
 def require_same_tensors(

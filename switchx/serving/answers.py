@@ -16,7 +16,7 @@ from typing import Any
 from starlette import responses
 
 from switchx.api import Model
-from switchx.data.tokenizers import Vocabulary
+from switchx.data.tokenizers import UNKNOWN, Vocabulary
 from switchx.inference.generate import text_of
 from switchx.inference.running_batch import Hypothesis
 from switchx.inference.stop_strings import INCOMPLETE, StopStrings
@@ -242,8 +242,8 @@ def logprobs_json(vocabulary, tokens, hypothesis, number: int, offset: int = 0, 
     """Returns OpenAI's form of the tokens from `first` on: texts, log-probabilities and
     offsets.
 
-    A token that has no text of its own, as half a character, is `token_id:N` among the
-    likeliest.
+    A token that has no text of its own, as half a character or an id that the tokenizer has
+    not, is `token_id:N` among the likeliest.
 
     Args:
         hypothesis: a `Hypothesis` or `Score` of the tokens.
@@ -268,7 +268,8 @@ def logprobs_json(vocabulary, tokens, hypothesis, number: int, offset: int = 0, 
         named: dict[str, float] = {}
         for other, value in likeliest.items():
             text = decoded([*before, other])[length:]
-            named[f"token_id:{other}" if not text or text in named else text] = value
+            is_own = text not in ("", UNKNOWN, *named)
+            named[text if is_own else f"token_id:{other}"] = value
             if other == token:
                 texts.append(text)
         # As OpenAI has it: null for the first token of a text, which nothing predicts.

@@ -5,9 +5,11 @@
 Dims: N sparse layers, E experts
 """
 
+import contextlib
 import functools
 import math
 import os
+from collections.abc import Iterator
 
 import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
@@ -18,6 +20,7 @@ from switchx.checkpoint.checkpointer import Experts
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.data.features import Batch
 from switchx.data.loader import Shard
+from switchx.data.mixtures import as_mixture
 from switchx.fields import require
 from switchx.moe.capacity import slot_notes
 from switchx.moe.replay import check_replay
@@ -37,6 +40,7 @@ from switchx.training.evaluate import eval_step
 from switchx.training.fused_loss import check_fused
 from switchx.training.job import TrainingJob
 from switchx.training.microbatches import has_whole_groups
+from switchx.training.resume import read_otherwise, task_names
 from switchx.training.step import TrainState, init_state, train_step
 
 
@@ -165,8 +169,34 @@ class TrainingProgram:
             *slot_notes(self.job.model.switch),
             *self._norm_notes(),
             *self._replica_notes(),
+            *self._prompt_notes(),
             *whole_notes(self.job.mesh.rules, self.mesh, self.abstract_state.params),
         )
+
+    def _prompt_notes(self) -> Iterator[str]:
+        """Inputs that are read otherwise than by the models that the run begins with."""
+        job, mixture = self.job, as_mixture(self.job.source)
+        if job.model.is_encoder_decoder:
+            return
+        tasks = (*mixture.tasks, *(mixture.evaluation or ()))
+        for name, folder in (
+            ("init_from", job.init_from),
+            ("lora.base", job.lora and job.lora.base),
+            ("distillation.teacher", job.distillation and job.distillation.teacher),
+        ):
+            if folder is None or not (run := RunFolder(folder)).config.is_file():
+                continue
+            whole = ()
+            with contextlib.suppress(ValueError):  # a user's objective that is not imported
+                whole, _ = read_otherwise(tasks, run)
+            if whole:
+                objective = type(whole[0].objective).__name__
+                yield (
+                    f"{name}={str(folder)!r} reads prompts causally, and inputs of "
+                    f"{task_names(whole)} see themselves whole here, in training and "
+                    "afterwards; to read them causally, use "
+                    f"--gin.{objective}.is_prefix_bidirectional=False"
+                )
 
     def _norm_notes(self) -> tuple[str, ...]:
         """What a new model would rather not have; runs that have it go on."""

@@ -4,12 +4,14 @@
 import dataclasses
 import json
 import logging
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 
 from switchx.checkpoint.run_folder import RunFolder, read_config
-from switchx.data.mixtures import as_mixture
+from switchx.data.mixtures import as_mixture, evaluated_tasks, with_evaluated
+from switchx.data.tasks import Task, TextFormat
 from switchx.data.vocabularies import load_vocabulary, save_vocabulary
 from switchx.fields import describe, differences, require
 from switchx.files import write_atomically
@@ -156,3 +158,64 @@ def with_vocabulary_of(run: RunFolder, job: TrainingJob) -> TrainingJob:
     source = dataclasses.replace(mixture, tasks=tasks, evaluation=evaluated or None)
     source = tasks[0] if is_task else source
     return dataclasses.replace(job, source=source)
+
+
+def read_as_prompts(
+    run: RunFolder, job: TrainingJob, note: Callable[[str], None]
+) -> TrainingJob:
+    """The job whose evaluated inputs are read as a folder's model reads prompts.
+
+    Where generation reads these causally, inputs do not see themselves whole. `note` is told,
+    also where inputs end with eos and prompts do not.
+
+    Raises:
+        ValueError: a user's own objective has no field to say so.
+    """
+    if job.model.is_encoder_decoder:
+        return job
+    whole, ended = read_otherwise(evaluated_tasks(job.source), run)
+    if whole:
+        note(
+            f"{run.where} reads prompts causally, and so inputs of {task_names(whole)}, "
+            "without is_prefix_bidirectional"
+        )
+        job = dataclasses.replace(job, source=with_evaluated(job.source, _causal))
+    if ended:
+        note(
+            f"inputs of {task_names(ended)} end with the id of eos, {job.vocabulary.eos_id}, "
+            f"which `switchx generate` puts behind no prompt of {run.where}"
+        )
+    return job
+
+
+def read_otherwise(tasks: Iterable[Task], run: RunFolder) -> tuple[list[Task], list[Task]]:
+    """The tasks whose inputs a folder's decoder-only model reads otherwise as prompts.
+
+    Returns:
+        Those whose inputs see themselves whole, where the model reads prompts causally, and
+        those whose inputs end with eos, where it puts none behind prompts.
+    """
+    read = TextFormat.of_training(read_config(run).get("source"), is_encoder_decoder=False)
+    whole = [each for each in tasks if each.objective.is_prefix_bidirectional]
+    ended = [each for each in tasks if each.objective.ends_inputs_with_eos]
+    is_causal, ends = not read.is_prompt_bidirectional, read.inputs_end_with_eos
+    return whole if is_causal else [], [] if ends else ended
+
+
+def task_names(tasks: Iterable[Task]) -> str:
+    """Names for a message, each once."""
+    return ", ".join(dict.fromkeys(task.name for task in tasks))
+
+
+def _causal(task: Task) -> Task:
+    """The task, each token of whose inputs attends to those before it alone."""
+    objective = task.objective
+    if not objective.is_prefix_bidirectional:
+        return task
+    require(
+        any(each.name == "is_prefix_bidirectional" for each in dataclasses.fields(objective)),
+        f"task {task.name!r}: {type(objective).__name__}.is_prefix_bidirectional is True, and "
+        "the model reads prompts causally; expected a field: declare it, or make it False",
+    )
+    objective = dataclasses.replace(objective, is_prefix_bidirectional=False)
+    return dataclasses.replace(task, objective=objective)

@@ -237,6 +237,8 @@ def test_nothing_is_left_where_nothing_could_be_converted(in_a_folder, cli, spie
     assert "theirs exists; give a folder that is not there yet" in text
     text = cli.refused("convert", "--to=huggingface", "theirs", "ours")
     assert "is not a run folder" in text
+    text = cli.refused("convert", "--to=peft", "nowhere", "ours")
+    assert "nowhere is not a run folder" in text and "nothing is there" in text
     text = cli.refused(
         "convert", "--from=t5x", "theirs", "ours", "--gin_file=models/switch_base_released.gin"
     )

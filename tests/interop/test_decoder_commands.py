@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 import switchx
 from switchx.cli.main import main
+from switchx.data.corpora.text_files import TextFiles
 from switchx.interop.decoder_families import DECODERS
 from switchx.interop.huggingface import read_checkpoint
 from switchx.tree import named_leaves
@@ -177,6 +178,28 @@ def test_prompts_that_see_themselves_whole_are_no_model_of_transformers(tmp_path
         assert "prompts of this run end with the id of eos, 2, which switchx puts" in said
 
 
+def test_a_loss_before_reshaping_is_of_prompts_that_are_read_causally(tmp_path, capsys):
+    theirs("llama").save_pretrained(tmp_path / "theirs")
+    run, file = converted(tmp_path), tmp_path / "pairs.jsonl"
+    texts = [{"inputs": f"5 9 {i}", "targets": f"{i} 7 4"} for i in range(10, 26)]
+    file.write_text("\n".join(map(json.dumps, texts)))
+    words = ["BATCH_SIZE=8", "INPUTS_LENGTH=8", "TARGETS_LENGTH=8", f"INIT_FROM={run}"]
+    words += [f"FILES={file}", "TextFiles.validation_fraction=0.5"]
+    gin = [f"--gin_file=configs/{each}.gin" for each in ("runs/finetune", "tasks/pairs")]
+    of = f"--model_dir={run}", f"--output={tmp_path / 'sparse'}", "--experts=2", "--every=1"
+    gin += [f"--gin.{each}" for each in (*words, "TrainingJob.eval_batches=None")]
+    capsys.readouterr()
+    assert main(["reshape", *of, *gin, "--json"]) == 0
+    printed = capsys.readouterr()
+    assert f"{run} reads prompts causally, and so inputs of pairs" in printed.err
+    held_out = list(TextFiles(str(file), validation_fraction=0.5).open("validation", None))
+    lists = [[[*map(int, each[name].split()), 2] for each in held_out] for name in texts[0]]
+    scores = switchx.load(str(run)).score(*lists)
+    want = -sum(s.log_likelihood for s in scores) / sum(s.num_tokens for s in scores)
+    before, *_ = json.loads(printed.out)["results"]
+    assert before["loss_nats"] == pytest.approx(want, rel=1e-5)
+
+
 def test_positions_that_end_before_the_rope_does_are_named(tmp_path, capsys):
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
     rope["original_max_position_embeddings"] = 16
@@ -189,6 +212,29 @@ def test_positions_that_end_before_the_rope_does_are_named(tmp_path, capsys):
         "positions go up to max_position_embeddings=32, and the rope's scaling is for 64"
         in said
     )
+
+
+@pytest.mark.parametrize("part", ["model", "classifier"])
+def test_models_without_a_head_are_named(part, tmp_path):
+    from transformers import LlamaForSequenceClassification
+
+    whole, folder = theirs("llama", pad_token_id=0), tmp_path / "theirs"
+    saved = whole.model if part == "model" else LlamaForSequenceClassification(whole.config)
+    saved.save_pretrained(folder)
+    with refused(f"{folder} was saved as {type(saved).__name__}, without the lm head of a"):
+        read_checkpoint(folder)
+
+
+def test_an_empty_line_is_a_text_where_it_has_a_token(tmp_path, capsys):
+    """As the help of `generate` says: no start stands before these ids."""
+    theirs("llama").save_pretrained(tmp_path / "theirs")
+    run, lines = converted(tmp_path), tmp_path / "lines.txt"
+    lines.write_text("5 9\n\n")
+    assert main(["generate", f"--model_dir={run}", f"--input={lines}"]) == 2
+    assert "line 2 is empty; give at least one token" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    assert "and those without a token are errors" in " ".join(capsys.readouterr().out.split())
 
 
 def test_settings_of_training_that_are_not_kept_are_named(tmp_path, capsys):
@@ -230,7 +276,7 @@ def test_fused_experts_are_read_as_those_apart(case, tmp_path):
     assert all(np.array_equal(apart[name], together[name]) for name in apart)
 
 
-def test_a_folder_with_a_tokenizer_keeps_it(tmp_path):
+def test_a_folder_with_a_tokenizer_keeps_it(tmp_path, capsys):
     """Texts are tokenized as transformers does, and the file comes back byte for byte.
 
     Ids of the table beyond the tokenizer have no text, and are never chosen.
@@ -246,6 +292,7 @@ def test_a_folder_with_a_tokenizer_keeps_it(tmp_path):
     prompt = "hello there 日本"
     ids, size = tokenizer.encode(prompt).ids, ours.vocabulary.size
     unknown = list(range(size, 400))
+    assert f"has no texts for ids {size} to 399, which are never" in capsys.readouterr().err
     assert max(their_texts(model, ends, [ids])[0]) >= size
     for way in ({"temperature": 100.0}, {"beam_size": 3}):
         (tokens,) = ours.generate([ids], max_new_tokens=40, **way)

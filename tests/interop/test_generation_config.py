@@ -93,12 +93,14 @@ def test_the_end_of_a_text_that_is_read_is_that_of_config_json(tmp_path, said, e
 
 
 def test_what_is_not_used_is_said_and_who_asks_chooses_the_way():
-    unused = {"bad_words_ids": [[3]], "temperature": 0.5, "forced_eos_token_id": 1}
+    unused = {"bad_words_ids": [[3]], "penalty_alpha": 0.5, "forced_eos_token_id": 1}
     (note,) = defaults(**unused, typical_p=1.0, diversity_penalty=0.0, top_k=50)[1]
     assert note.startswith("file: not used: ")
     assert all(f"{name}={value!r}" in note for name, value in unused.items())
     assert "typical_p" not in note and "top_k" not in note
     assert "do_sample=True" in defaults(do_sample=True, num_beams=2)[1][0]
+    found, (note,) = defaults(temperature=0.5, top_p=1.0, do_sample=False)
+    assert found == defaults()[0] and "temperature=0.5 without do_sample=True: neither" in note
     found, (note,) = defaults(forced_bos_token_id=MADLAD[0])
     assert "forced_prefix" not in found and f"forced_bos_token_id={MADLAD[0]}" in note
     of_folder = {"beam_size": 4, "num_return_sequences": 2, "repetition_penalty": 1.2}

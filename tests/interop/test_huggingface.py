@@ -272,12 +272,33 @@ def test_an_adapter_beside_its_model_is_not_left_out(tmp_path):
         (tmp_path / name).write_text("{}")
     with refused("has an adapter beside its model (adapter_config.json), <any>--from=peft"):
         read_checkpoint(tmp_path)
+    (tmp_path / "config.json").unlink()
+    with refused(
+        f"{tmp_path} is an adapter (adapter_config.json) without a model; <any>--base"
+    ):
+        read_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["config.json", "artifact.json"])
+def test_a_folder_of_switchx_is_named(tmp_path, file):
+    (tmp_path / file).write_text('{"model": {"type": "ModelConfig"}}')
+    with refused(f"{tmp_path} is a folder of switchx, expected one of transformers; <any>"):
+        read_checkpoint(tmp_path)
+
+
+def test_a_model_without_a_head_is_named(tmp_path):
+    folder, _ = huggingface_folder(tmp_path, dataclasses.replace(SWITCH, switch=None))
+    change_config(folder, architectures=["T5EncoderModel"])
+    read_checkpoint(folder)  # nothing is missing
+    change_config(folder, num_decoder_layers=7)
+    with refused("was saved as T5EncoderModel, without the lm head of a language model; save"):
+        read_checkpoint(folder)
 
 
 def test_a_folder_that_is_none_and_what_becomes_of_tokens_without_a_slot(tmp_path):
     with refused(f"{tmp_path / 'no'} is no folder"):
         read_checkpoint(tmp_path / "no")
-    with refused(f"{tmp_path / 'config.json'} cannot be read (<any>)"):
+    with refused(f"{tmp_path / 'config.json'} is not there; fetch it, or give a folder that"):
         read_checkpoint(tmp_path)
     folder, _ = huggingface_folder(tmp_path, SWITCH)
     for overflow in ("dropless", "identity"):

@@ -226,6 +226,15 @@ def test_what_is_no_whole_character_stays_where_it_is():
     assert found["text_offset"][-3:] == [17, 18, 19]
 
 
+def test_likeliest_tokens_without_a_text_are_named_by_their_ids(tmp_path):
+    """Those of a table that is larger than the tokenizer."""
+    vocabulary = read_bpe(tokenizer_folder(tmp_path, "qwen"))
+    (token,), beyond = vocabulary.encode("a"), vocabulary.size + 3
+    said = Score(-1.0, 1, [-1.0], [{token: -1.0, beyond: -2.0}])
+    (top,) = logprobs_json(vocabulary, [token], said, 2)["top_logprobs"]
+    assert top == {"a": -1.0, f"token_id:{beyond}": -2.0}
+
+
 def test_n_best_of_a_search_and_of_samples(openai):
     settings = {"prompt": served.TEXTS[:2], "n": 2, "max_tokens": 8}
     got = openai.completions.create(model="tiny", extra_body={"beam_size": 2}, **settings)

@@ -11,6 +11,9 @@ from jax.sharding import PartitionSpec
 from switchx import tree
 from switchx.compiled.collectives import collectives
 from switchx.compiled.workload import fitting_group_size, workload_of
+from switchx.data.objectives import InputsToTargets
+from switchx.data.tasks import Task
+from switchx.models.adapters import LoRASpec
 from switchx.models.config import RouterConfig
 from switchx.moe.capacity import group_shape
 from switchx.optim.adafactor import Adafactor
@@ -20,18 +23,21 @@ from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules
 from switchx.pipeline.schedule import ScheduleSpec
 from switchx.planner.layout import Layout
+from switchx.training.distillation.soft_loss import Distillation
 from switchx.training.offload.storage_spec import StorageSpec
 from switchx.training.program import TrainingProgram
 from switchx.training.programs import compiled_program
 from switchx.training.step import StepConfig
 from tests.cases import slow, slow_unless
 from tests.compare import assert_close_to_largest
+from tests.data.fakes import pair_corpus
 from tests.data.refusals import refused
 from tests.training.jobs import (
     DENSE,
     ENCODER_DECODER,
     LENGTH,
     SPARSE,
+    TASK,
     WEIGHTY,
     make_batch,
     make_job,
@@ -39,6 +45,7 @@ from tests.training.jobs import (
     run_model,
     with_switch,
 )
+from tests.training.saved_runs import save_run
 from tests.training.steps import raw_gradients
 from tests.training.train_states import assert_same
 
@@ -157,6 +164,27 @@ def test_a_norm_that_takes_the_scale_away_is_said():
     assert (
         make_program(dataclasses.replace(normed, scale_attention=True), MeshSpec()).notes == ()
     )
+
+
+@pytest.mark.parametrize("by", ["init_from", "lora", "distillation"])
+def test_inputs_that_are_read_otherwise_than_where_a_run_begins_are_said(by, tmp_path):
+    base = str(save_run(tmp_path / "base", DENSE))
+    begins = {
+        "init_from": base,
+        "lora": LoRASpec(base, 9),
+        "distillation": Distillation(base, starts_from_teacher=True),
+    }[by]
+    pairs = Task("pairs", pair_corpus(("abc", "d")), TASK.vocabulary, InputsToTargets())
+
+    def notes(objective) -> list[str]:
+        task = dataclasses.replace(pairs, objective=objective)
+        job = make_job(DENSE, source=task, **{by: begins})
+        notes = compiled_program(job, jax.devices()[:1]).notes
+        return [note for note in notes if "causally" in note]
+
+    (said,) = notes(InputsToTargets())
+    assert base in said and "--gin.InputsToTargets.is_prefix_bidirectional=False" in said
+    assert not notes(InputsToTargets(is_prefix_bidirectional=False))
 
 
 @pytest.mark.slow  # of smaller groups: above
