@@ -295,9 +295,9 @@ def _train_here(sweep: Sweep, cell: Cell, *, has_traceback: bool) -> None:
             train(job, cell.run.path, configuration=operative_config("JOB"))
     except Exception as error:  # whatever it is, the other cells are of use
         is_short = is_for_a_person(error) and not has_traceback
-        said = f"switchx train: error: {error}\n" if is_short else traceback.format_exc()
+        text = f"switchx train: error: {error}\n" if is_short else traceback.format_exc()
         with cell.log.open("a", encoding="utf-8") as log:
-            log.write(said)
+            log.write(text)
 
 
 def _started(

@@ -150,11 +150,10 @@ def read_run_log(folder: str | os.PathLike) -> RunLog:
     is_sparse = any("routing" in line for line in lines["training"])
     history = read_history(logs["training"]) if is_sparse else None
     costs, end = _costs(lines["training"]), lines["validation"][-1]
-    vocabulary = root / "vocabulary.json"
-    validated = {
-        "target tokens": end.get("target_tokens"),
-        "vocabulary": vocabulary.read_bytes() if vocabulary.is_file() else None,
-        "FILES": settings.get("FILES"),
+    # By what was read, as the same files may lie in another folder.
+    files = {"vocabulary": root / "vocabulary.json", "corpora": root / "corpora.json"}
+    validated = {"target tokens": end.get("target_tokens")} | {
+        name: path.read_bytes() if path.is_file() else None for name, path in files.items()
     }
     return RunLog(os.fspath(folder), seed, settings, losses, costs, end, validated, history)
 

@@ -364,6 +364,6 @@ def training_note(
     with contextlib.suppress(ValueError):  # it may have no such groups
         larger = of_switch(record, layers, switch, 4 * group_size)
         others = [larger] if larger.capacities(None) != drops.capacities(None) else []
-    said = sentence(drops, switch.capacity_factor, others)
-    of = "All this is of that one checkpoint, routed without exploration such as jitter."
-    return f"{where}: {said} {of}"
+    expected = sentence(drops, switch.capacity_factor, others)
+    sample = "All this is of that one checkpoint, routed without exploration such as jitter."
+    return f"{where}: {expected} {sample}"

@@ -69,6 +69,6 @@ def run(arguments: argparse.Namespace) -> int:
         numbers = f"{row['mean']:.4f}", around
         table.add_row(*row["values"].values(), done, *(numbers if row["losses"] else ()))
     Console(markup=False, highlight=False, soft_wrap=True).print(table)
-    said = "Validation sets differ (files, objective or vocabulary), so losses do not compare."
-    print(sweeps.sentence_of(optimum) if is_alike else said)
+    caution = "Validation sets differ (files, objective, vocabulary), so losses do not compare."
+    print(sweeps.sentence_of(optimum) if is_alike else caution)
     return int(bool(failed))

@@ -58,8 +58,8 @@ def take_sources(bindings: Sequence[str], *, has_own_rows: bool) -> None:
     if has_file and "INIT_FROM" in flags and "VOCABULARY_FILE" not in flags:
         gin.parse_config(f"VOCABULARY_FILE = {source!r}")
     if model is None:
-        of = _macro_of(gin_internals.macros().get("VOCABULARY_FILE"))
-        is_run = of in ("INIT_FROM", "TEACHER")  # whose model has rows of its own
+        source_macro = _macro_of(gin_internals.macros().get("VOCABULARY_FILE"))
+        is_run = source_macro in ("INIT_FROM", "TEACHER")  # whose model has rows of its own
         _bind_rows(follows="VOCABULARY_FILE" in flags or not (is_run or has_own_rows))
 
 

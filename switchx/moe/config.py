@@ -71,7 +71,8 @@ class RouterConfig:
         balance_counts: choices that the balance loss counts: each token's `first_choice`, all
             k of them without rerouting; with `reroute` also `all_rounds`, each token's
             `max_rounds` best experts (Mesh-TensorFlow); `unbiased`, its k best experts by score
-            alone, without bias, noise and expert groups (DeepSeek-V3, eq. 18).
+            alone, without bias, expert groups and the draw of `sample`, but with the noise of
+            the router's inputs (DeepSeek-V3, eq. 18).
         balance_scope: tokens that the balance loss compares: the tokens of each `group` or of
             each `sequence`, packed ones apart (DeepSeek-V3, eq. 17-20), averaged over these; or
             of the whole `batch` together, microbatches included (Qiu et al. 2025,
@@ -83,6 +84,7 @@ class RouterConfig:
             load moves (Wang et al. 2024, arXiv:2408.15664: 0.001); with a quantile rule the
             share of the way to the new bias, 1 as published. The bias is added to the scores
             for choosing experts, not for gating. None has no bias; with 0 it stays as it is.
+            With choices that a batch gives (`replay`) it balances the router's own.
         bias_rule: rule by which it moves, the load n being that of the whole batch. `sign`:
             rate times sign(mean n - n_e). `sign_centered`: that, less its mean over the experts
             (torchtitan). `proportional`: rate times (mean n - n_e) over the batch's tokens.

@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_kernels.sorted_rows import stable_argsort
 from switchx.layers.dense import along_last
 from switchx.moe.capacity import assign_slots, out_of_groups, reroute
-from switchx.moe.router import normalized_scores, sampling_scores
+from switchx.moe.router import NEVER, normalized_scores, sampling_scores
 
 # The name of arrays that every remat policy keeps (`models/stack.py`): were they computed again
 # in the backward pass, a near tie might be decided in another way there.
@@ -37,6 +37,8 @@ class RoutingPlan:
         num_experts, capacity: E and C.
         counted_GTS: int32 choices that the balance loss counts, where they differ from those
             that `count_GE` counts; None where they are the same.
+        own_GE: int32 tokens that the router would send to each expert, where choices are given
+            and a bias balances the router's own; None elsewhere.
     """
 
     expert_GTS: jax.Array
@@ -46,6 +48,7 @@ class RoutingPlan:
     num_experts: int = dataclasses.field(metadata={"static": True})
     capacity: int = dataclasses.field(metadata={"static": True})
     counted_GTS: jax.Array | None = None
+    own_GE: jax.Array | None = None
 
     @property
     def counted_GE(self):
@@ -124,9 +127,11 @@ def make_plan(
     def of_tokens(expert_GTS):
         return jnp.where(is_token_GT[..., None], expert_GTS, E)
 
-    chosen_GTS, counted_GTS = choose_experts(biased_GTE, rounds), None  # the best first
+    chosen_GTS = choose_experts(biased_GTE, rounds)  # the best first
+    counted_GTS = own_GE = None
     if given_GTS is not None:
         counted_GTS = decided(of_tokens(chosen_GTS))
+        own_GE = count_choices(counted_GTS, E) if router.bias_update_rate else None
         chosen_GTS = jnp.where(given_GTS >= 0, given_GTS.astype(jnp.int32), chosen_GTS)
     asked_GTS = decided(of_tokens(chosen_GTS))
     is_rerouted = router.overflow == "reroute"
@@ -159,6 +164,7 @@ def make_plan(
         num_experts=E,
         capacity=capacity,
         counted_GTS=counted_GTS,
+        own_GE=own_GE,
     )
 
 
@@ -195,6 +201,8 @@ def best_expert_groups(score_GTE, num_expert_groups: int, per_token: int):
         return score_GTE
     groups = score_GTE.reshape(*score_GTE.shape[:-1], num_expert_groups, -1)
     two_best, _ = jax.lax.top_k(groups, 2)
+    # An expert that is masked adds nothing to its group, whose others stay.
+    two_best = jnp.where(two_best <= NEVER / 2, 0.0, two_best)
     _, best = jax.lax.top_k(jnp.sum(two_best, axis=-1), per_token)
     is_best = jnp.any(jax.nn.one_hot(best, num_expert_groups, dtype=jnp.bool_), axis=-2)
     return jnp.where(is_best[..., None], groups, -jnp.inf).reshape(score_GTE.shape)

@@ -73,6 +73,8 @@ class RoutingStats:
             training with such a bias; None elsewhere.
         expected_dropped: choices that a balanced router would drop in these groups
             (`load_evenness.expected_drops`); None where that is not the law of its drops.
+        own_E: choices of each expert that the router would make, where choices are given and a
+            bias balances its own; None elsewhere.
         asked: choices that asked for a slot where experts choose: those taken, which `load_E`
             counts, and those dropped. None elsewhere: `load_E` counts both.
         choices: the choices of every token, one item for each stack (the encoder's first). A
@@ -96,6 +98,7 @@ class RoutingStats:
     counted_E: jax.Array | None = None
     margin_EW: jax.Array | None = None
     margin_E: jax.Array | None = None
+    own_E: jax.Array | None = None
     asked: jax.Array | None = None
     choices: tuple[Choices, ...] = ()
     num_tasks: int = dataclasses.field(default=1, metadata={"static": True})
@@ -108,7 +111,9 @@ class RoutingStats:
     @property
     def reported(self) -> "RoutingStats":
         """The statistics without what a step's update of the routers alone reads."""
-        return dataclasses.replace(self, counted_E=None, margin_EW=None, margin_E=None)
+        return dataclasses.replace(
+            self, counted_E=None, margin_EW=None, margin_E=None, own_E=None
+        )
 
     def with_load(self, share_NE, tokens) -> "RoutingStats":
         """The statistics of a part of a batch whose balance loss is by the whole batch's load.
@@ -213,6 +218,9 @@ def measure_routing(
     if is_of_batch:
         counted_E = jnp.sum(plan.counted_GE, axis=0).astype(jnp.float32)
     count_E = jnp.sum(plan.count_GE, axis=0).astype(jnp.float32)
+    own_E = plan.own_GE
+    if own_E is not None:
+        own_E = jnp.sum(own_E, axis=0).astype(jnp.float32)
     dropped = jnp.sum(plan.is_dropped_GTS).astype(jnp.float32)
     if load_E is not None:
         share_E, groups = jax.lax.stop_gradient(load_E), tokens
@@ -232,6 +240,7 @@ def measure_routing(
         bias=None if bias_E is None else tokens * jnp.mean(jax.lax.stop_gradient(bias_E)),
         expected_dropped=floor,
         counted_E=counted_E,
+        own_E=own_E,
         asked=jnp.sum(count_E) + dropped if router.has_choosing_experts else None,
         num_tasks=router.num_tasks,
     )

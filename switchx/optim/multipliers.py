@@ -45,10 +45,10 @@ def multipliers(rules: Rules, leaves: Mapping, period: int | None) -> dict[str, 
             if matched[0] in unused:
                 unused.remove(matched[0])
         found[name] = next(iter(factors.values()))
-        said = ", ".join(f"{layer} has {factor:g}" for layer, factor in factors.items())
+        listed = ", ".join(f"{layer} has {factor:g}" for layer, factor in factors.items())
         require(
             len({*factors.values()}) == 1,
-            f"StepConfig.rate_multipliers: {said}, and these are scanned as one array; give "
+            f"StepConfig.rate_multipliers: {listed}, and these are scanned as one array; give "
             "them one factor, or use ModelConfig.scan_layers=False",
         )
     require(
@@ -72,8 +72,8 @@ def _layer_paths(name: str, leaf, period: int | None) -> list[str]:
     place = re.fullmatch(r"(.*/blocks/layer_)(\d+)(/.*)", name)
     if period is None or not place or dims_of(name.rpartition("/")[2], leaf.ndim)[:1] != "N":
         return [name]
-    before, i, after = place.groups()
-    return [f"{before}{r * period + int(i)}{after}" for r in range(leaf.shape[0])]
+    head, i, tail = place.groups()
+    return [f"{head}{r * period + int(i)}{tail}" for r in range(leaf.shape[0])]
 
 
 def without_frozen(rules: Rules, params: dict, period: int | None) -> dict:

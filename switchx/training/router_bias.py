@@ -31,7 +31,9 @@ def balanced_bias(router: RouterConfig, bias_NE, stats: RoutingStats):
         else:
             new_NE = bias_of_quantiles(stats.margin_E, stats.tokens, bias_NE)
         return bias_NE + rate * (new_NE - bias_NE) if rate < 1 else new_NE
-    gap_NE = jnp.mean(stats.load_E, axis=-1, keepdims=True) - stats.load_E
+    # Choices that are given do not follow the bias, which would grow without end.
+    load_NE = stats.load_E if stats.own_E is None else stats.own_E
+    gap_NE = jnp.mean(load_NE, axis=-1, keepdims=True) - load_NE
     if router.bias_rule == "proportional":
         step_NE = gap_NE / jnp.maximum(stats.tokens, 1)[..., None]
     else:

@@ -126,12 +126,11 @@ def test_the_headline_says_whether_seeds_tell_apart(folders, tmp_path):
 def test_no_winner_is_named_across_validation_sets(folders, tmp_path):
     """Other files, another vocabulary, or another number of target tokens."""
     others = {name: write_run(tmp_path / name, "7", final=1.0) for name in ("files", "words")}
-    with (others["files"] / "operative_config.gin").open("a") as file:
-        file.write("FILES = 'other'\n")
+    (others["files"] / "corpora.json").write_text('[{"num_bytes": 1}]')
     (others["words"] / "vocabulary.json").write_text('{"fingerprint": "1"}')
     others["tokens"] = write_run(tmp_path / "tokens", "7", final=1.0, tokens=51)
     for name, said in (
-        ("files", "FILES"),
+        ("files", "corpora"),
         ("words", "vocabulary"),
         ("tokens", "target tokens"),
     ):

@@ -138,7 +138,7 @@ def test_cells_are_trained_once_and_go_on(in_a_folder, one_device, steps_traced_
     (paragraph,) = (in_a_folder / f"s/logs/{failed}.log").read_text().splitlines()
     assert paragraph.startswith("switchx train: error: ")
     assert run(capsys, f"{files},none.txt", *every, "--traceback")[1].endswith(
-        "\nValidation sets differ (files, objective or vocabulary), so losses do not compare.\n"
+        "\nValidation sets differ (files, objective, vocabulary), so losses do not compare.\n"
     )
     assert "Traceback" in (in_a_folder / f"s/logs/{failed}.log").read_text()
     # One that another process trains is left to it.

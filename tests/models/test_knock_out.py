@@ -3,6 +3,7 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -10,6 +11,8 @@ from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 from switchx.models.knock_out import with_logit_biases, without_each, without_expert
 from switchx.models.reshape import LayerSample, drop_experts
 from switchx.models.unroll import unrolled
+from switchx.moe.router import NEVER, router_scores
+from switchx.moe.routing_plan import choice_scores, choose_experts
 from switchx.tree import named_leaves
 from tests.data.refusals import refused
 from tests.training.jobs import (
@@ -68,6 +71,19 @@ def test_it_is_the_model_without_the_expert(name):
     assert run_model._cache_size() == num_programs  # that of the model with all experts
     np.testing.assert_allclose(found, logits(*dropped[:2], batch), atol=1e-5)
     assert np.abs(found - before).max() > 1e-3
+
+
+def test_an_expert_that_is_removed_leaves_its_group_of_two():
+    """Its neighbour is chosen where it is better than a whole other group."""
+    router = RouterConfig(
+        num_selected=2, score="sigmoid", gate="normalized", bias_update_rate=0.001,
+        num_expert_groups=2, expert_groups_per_token=1, overflow="dropless",
+    )  # fmt: skip
+    logits_GTE = jnp.array([[[4.0, 3.0, -3.0, -4.0]]]).at[..., 0].set(NEVER)
+    bias_E = jnp.zeros(4).at[0].set(NEVER)
+    score_GTE = router_scores("sigmoid", logits_GTE)
+    chosen = choose_experts(choice_scores(router, logits_GTE, score_GTE, bias_E=bias_E), 2)
+    assert chosen.ravel().tolist()[0] == 1
 
 
 @pytest.mark.slow

@@ -12,7 +12,9 @@ import pytest
 from switchx import tree
 from switchx.models.config import RouterConfig
 from switchx.models.params import abstract_params, forward
+from switchx.moe.router import router_scores
 from switchx.moe.routing_plan import make_plan
+from switchx.moe.stats import measure_routing
 from switchx.optim.adamw import AdamW
 from switchx.optim.schedules import Constant
 from switchx.partitioning.mesh import MeshSpec
@@ -61,6 +63,35 @@ def test_the_rules_by_hand(rule, steps):
     got_NE = balanced_bias(router, old_NE, with_loads([[9, 2, 4, 1], [4, 4, 4, 4]]))
     np.testing.assert_allclose(got_NE[0], old_NE[0] + 0.25 * np.array(steps), rtol=1e-6)
     np.testing.assert_array_equal(got_NE[1], old_NE[1])
+
+
+def test_beside_given_choices_a_bias_balances_those_of_the_router():
+    """Given choices do not follow it: by their load it would grow without end."""
+    router = RouterConfig(
+        num_selected=2, score="sigmoid", overflow="dropless", exploration="none",
+        gate="normalized", bias_update_rate=0.01, bias_rule="sign_centered", replay=True,
+    )  # fmt: skip
+    logits_GTE = np.random.default_rng(0).normal(size=(1, 256, 8)).astype(np.float32)
+    is_token_GT = np.ones((1, 256), bool)
+    score_GTE = router_scores("sigmoid", jnp.asarray(logits_GTE))
+    prob_GTE = score_GTE / jnp.sum(score_GTE, axis=-1, keepdims=True)
+    crowded = np.argsort(-(logits_GTE + 2 * np.eye(8)[0]), axis=-1)[..., :2]  # by expert 0
+
+    @jax.jit
+    def stepped(bias_E, given_GTS):
+        plan = make_plan(
+            router, logits_GTE, score_GTE, is_token_GT, 256, bias_E=bias_E, given_GTS=given_GTS
+        )
+        stats = measure_routing(logits_GTE, prob_GTE, plan, is_token_GT, router, bias_E=bias_E)
+        own = jax.tree.map(lambda sums: sums[None], stats.summed)
+        return balanced_bias(router, bias_E[None], own)[0], stats.load_E
+
+    free_E = given_E = jnp.zeros(8)
+    for _ in range(50):
+        free_E, _ = stepped(free_E, np.full_like(crowded, -1))
+        given_E, load_E = stepped(given_E, crowded)
+    np.testing.assert_array_equal(given_E, free_E)
+    assert load_E[0] == np.sum(crowded == 0) > 150  # what is reported was done
 
 
 def test_rows_are_in_the_order_of_the_statistics():
