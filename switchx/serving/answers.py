@@ -268,7 +268,7 @@ def logprobs_json(vocabulary, tokens, hypothesis, number: int, offset: int = 0, 
         named: dict[str, float] = {}
         for other, value in likeliest.items():
             text = decoded([*before, other])[length:]
-            is_own = text not in ("", UNKNOWN, *named)
+            is_own = text not in ("", *named) and (text != UNKNOWN or other == token)
             named[text if is_own else f"token_id:{other}"] = value
             if other == token:
                 texts.append(text)
