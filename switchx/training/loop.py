@@ -70,7 +70,8 @@ class Outcome:
 
     Attributes:
         step: the last step taken.
-        is_finished: whether the job's last step was taken; false when a signal ended it early.
+        is_finished: whether the job's last step was taken, evaluated and saved; false when a
+            signal ended it early.
         last_metrics: metrics of the last logged step of this call; empty if it logged none.
         saved: step of the newest checkpoint, 0 without one; None where it is `step`. It is an
             earlier one where a signal's grace did not suffice for a save.
@@ -319,7 +320,8 @@ class _Loop:
             )
         newest = max(self.checkpointer.steps, default=0)
         saved = None if newest == step else newest
-        return Outcome(step, step >= job.train_steps and not is_cut, self.last_metrics, saved)
+        is_finished = step >= job.train_steps and not is_cut and saved is None
+        return Outcome(step, is_finished, self.last_metrics, saved)
 
     def _is_evaluated_after(self, step: int) -> bool:
         return step % self.job.eval_every == 0 or step == self.job.train_steps

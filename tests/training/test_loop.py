@@ -474,6 +474,19 @@ def test_the_grace_decides_where_a_save_was_due_too(tmp_path):
     assert (saved_steps(run), copies_in(local)) == ({2}, {4})
 
 
+def test_a_last_step_that_the_grace_does_not_save_is_not_the_end(tmp_path):
+    class Signalled(Events):
+        def evaluated(self, step, metrics):
+            signalled_after(4)(step)
+
+    run = RunFolder(tmp_path)
+    train(tiny_job(train_steps=2), run, Events())
+    slow_saves(run, 1000.0)
+    outcome = train(job_of(grace_s=30.0), run, Signalled())
+    assert (outcome.step, outcome.is_finished, outcome.saved) == (4, False, 2)
+    assert saved_steps(run) == {2}
+
+
 def test_a_first_save_is_begun_however_little_grace_is_left(tmp_path):
     """No save was measured: none is known not to fit."""
     stopped_after(1, run := RunFolder(tmp_path), job_of(grace_s=1e-9))
