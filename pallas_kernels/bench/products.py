@@ -215,6 +215,7 @@ def contenders(cell: Cell, cache: dict, note: Callable[[str], Any] = print) -> l
                 given = _of_one_matrix(given, cell)
             each = contender(product.name, product.run, given)
             each.step()
+            each.error = relative_error(product, given)
         except jax.errors.JaxRuntimeError as error:
             if not found or OUT_OF_MEMORY not in str(error):
                 raise
@@ -224,7 +225,6 @@ def contenders(cell: Cell, cache: dict, note: Callable[[str], Any] = print) -> l
         if product.of != "schedule":
             matrices = 1 if product.run is dense else cell.active
             each.weight_bytes = weight_bytes(cell, product.bits, matrices)
-        each.error = relative_error(product, given)
         found.append(each)
     return found
 
