@@ -100,7 +100,7 @@ class Experiment:
                 f"{self.data} has no {', '.join(missing)}; get the data: {get_data(self.data)}"
             )
         hashes = {name: sha256(path) for name, path in found.items()}
-        changed = [name for name, of in hashes.items() if of != known[name]]
+        changed = [name for name, digest in hashes.items() if digest != known[name]]
         if changed and not self.takes_other_data:
             taken = dataclasses.replace(self, takes_other_data=True)
             raise ValueError(
@@ -115,7 +115,7 @@ class Experiment:
         """Notes what files this experiment reads; its runs are all of the same ones."""
         file = self.runs / "data.json"
         begun = json.loads(file.read_text()) if file.exists() else {}
-        changed = [name for name, of in hashes.items() if begun.get(name, of) != of]
+        changed = [name for name, digest in hashes.items() if begun.get(name, digest) != digest]
         if changed:
             raise ValueError(
                 f"{self.runs} was begun with other files than {self.data} has: "

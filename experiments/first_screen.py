@@ -39,10 +39,10 @@ def picture() -> None:
         for command in COMMANDS:
             console.print(Text(f"$ {command}", style="bold"))
             program = f'switchx() {{ "{sys.executable}" -m switchx "$@"; }}; {command}'
-            said = subprocess.check_output(
+            output = subprocess.check_output(
                 ["bash", "-c", program], cwd=folder, env=os.environ | ENVIRONMENT, text=True
             )
-            console.print(Text.from_ansi(said.replace(f"{folder}/", "")))
+            console.print(Text.from_ansi(output.replace(f"{folder}/", "")))
         shutil.copy(pathlib.Path(folder) / "atlas/picture.svg", PICTURE)
     svg = console.export_svg(
         title="switchx", theme=terminal_theme.DEFAULT_TERMINAL_THEME, unique_id="switchx"

@@ -97,8 +97,8 @@ class Cells:
             ValueError: cells are of two cards, of a card and a CPU, or of two versions of JAX,
                 whose numbers do not compare.
         """
-        said = [line for line in self.lines if "device" in line]
-        kinds = sorted({f"{e['device']} (JAX {e.get('jax', 'unknown')})" for e in said})
+        with_device = [line for line in self.lines if "device" in line]
+        kinds = sorted({f"{e['device']} (JAX {e.get('jax', 'unknown')})" for e in with_device})
         if len(kinds) > 1:
             raise ValueError(
                 f"{self._file} has cells of {' and '.join(kinds)}, which do not compare; "

@@ -79,18 +79,18 @@ def as_written(found: Any) -> Any:
 def judge_anew(folder: pathlib.Path) -> None:
     """By run.py as it stands now; what that changes is dated. Results of another rule than
     run.py has keep what was judged of them."""
-    before, constants = read_results(folder), rules.constants_of(folder.name)
-    is_its_rule = rules.digest(constants) == before.get("rule")
+    results, constants = read_results(folder), rules.constants_of(folder.name)
+    is_its_rule = rules.digest(constants) == results.get("rule")
     judge = constants["judge"] if is_its_rule else dict
-    if not agree(_judged(before, judge), before):
+    if not agree(_judged(results, judge), results):
         today = {"judged": datetime.date.today().isoformat()}
-        write_results(folder, before | today, judge)
+        write_results(folder, results | today, judge)
 
 
 def agree(a: Any, b: Any) -> bool:
     """Whether results are alike but for what another CPU rounds otherwise."""
-    leaves, of = zip(*map(jax.tree.flatten, (a, b)), strict=True)
-    return of[0] == of[1] and all(
+    leaves, structures = zip(*map(jax.tree.flatten, (a, b)), strict=True)
+    return structures[0] == structures[1] and all(
         x == y or isinstance(x, float) and math.isclose(x, y, rel_tol=1e-9)
         for x, y in zip(*leaves, strict=True)
     )
@@ -133,11 +133,11 @@ def overview() -> str:
 
 def _numbers(found: dict[str, Any]) -> dict[str, Any]:
     """Columns of a claim, or of results without a rule."""
-    before = found.get("verdict_before")
+    earlier_verdict = found.get("verdict_before")
     effect = found["effect"]
     mean, _, bounds = shown(effect).partition(" ")
     return {
-        "verdict": found["verdict"] + f" (was: {before})" * bool(before),
+        "verdict": found["verdict"] + f" (was: {earlier_verdict})" * bool(earlier_verdict),
         "effect": ", ".join(filter(None, (mean, found["effect_of"]))),
         INTERVAL: bounds.strip("()"),
         "power": found.get("power"),
@@ -205,9 +205,9 @@ def page(results: dict[str, Any]) -> str:
     words = ", ".join(dict.fromkeys(each["verdict"] for each in claims or [results]))
     parts = [f"**Found: {words}.** {results['because']}"]
     if "exploratory_because" in results:
-        before = results.get("verdict_before")
-        said = f" The verdict was: {before}." * bool(before)
-        parts.append(f"Exploratory, as {results['exploratory_because']}.{said}")
+        earlier_verdict = results.get("verdict_before")
+        earlier = f" The verdict was: {earlier_verdict}." * bool(earlier_verdict)
+        parts.append(f"Exploratory, as {results['exploratory_because']}.{earlier}")
     if claims:
         parts.append(table(map(_claim_row, claims)))
     for each in results["tables"]:
@@ -242,9 +242,9 @@ def seeds_of(results: dict[str, Any]) -> str:
 
 def write_page(file: pathlib.Path, page: str, begin: str = BEGIN) -> None:
     """Puts a page between the marks of a file."""
-    before, rest = file.read_text(encoding="utf-8").split(begin)
+    head, rest = file.read_text(encoding="utf-8").split(begin)
     after = rest.split(END, 1)[1]
-    write_atomically(file, f"{before}{begin}\n\n{page.strip()}\n\n{END}{after}".encode())
+    write_atomically(file, f"{head}{begin}\n\n{page.strip()}\n\n{END}{after}".encode())
 
 
 def table(rows: Iterable[dict[str, Any]]) -> str:

@@ -91,7 +91,7 @@ def contents(sources: pathlib.Path) -> dict[str, Callable[[], bytes]]:
     for repository in SOURCES:
         if repository.startswith(EBOOKS):
             name = f"ebooks/{repository.removeprefix(EBOOKS)}.txt.gz"
-            found[name] = lambda of=sources / repository: paragraphs(texts.ebook(of))
+            found[name] = lambda path=sources / repository: paragraphs(texts.ebook(path))
     for book, folder in books.items():
         name = f"openstax/{book.replace('-', '_')}.txt.gz"
         found[name] = lambda folder=folder: paragraphs(texts.book(folder))

@@ -58,7 +58,7 @@ def pretrained(experiment: Experiment, name: str) -> RunFolder:
             f"{experiment.again(SOURCE, output='OTHER')}"
         )
     known = json.loads(HASHES.read_text())
-    other = [name for name, of in data.items() if known.get(name) != of]
+    other = [name for name, digest in data.items() if known.get(name) != digest]
     if other and not experiment.takes_other_data:
         taken = dataclasses.replace(experiment, takes_other_data=True)
         raise ValueError(

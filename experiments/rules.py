@@ -213,8 +213,8 @@ def git(*arguments: str) -> str:
             f"git: {error.strerror}; rules are registered by it: install it"
         ) from error
     if process.returncode:
-        said = process.stderr.strip()
-        raise ValueError(f"{said}; rules are registered by commits: work in a clone")
+        reason = process.stderr.strip()
+        raise ValueError(f"{reason}; rules are registered by commits: work in a clone")
     return process.stdout.strip()
 
 
@@ -303,12 +303,12 @@ def _unmeasured(rule: Rule, verdict: str, because: str, look: int) -> dict[str, 
 
 
 def _word(rule: Rule, found: Estimate, margin: float | None, look: int) -> str:
-    said = OUTCOMES[outcome(found.mean, found.error, found.freedom, margin, rule.level)]
-    if said == OPEN:
+    word = OUTCOMES[outcome(found.mean, found.error, found.freedom, margin, rule.level)]
+    if word == OPEN:
         return UNDECIDED if look == len(rule.looks) else OPEN
-    if said == EQUIVALENT:
+    if word == EQUIVALENT:
         return EQUIVALENT
-    return REPRODUCED if said == rule.direction else REFUTED
+    return REPRODUCED if word == rule.direction else REFUTED
 
 
 def _because(
@@ -338,10 +338,10 @@ def standing(results: dict[str, Any]) -> dict[str, Any]:
     return _exploratory(results) | {"exploratory_because": reason}
 
 
-def _exploratory(of: dict[str, Any]) -> dict[str, Any]:
-    word = of.get("verdict", EXPLORATORY)  # a run.py without rules may say none
-    before = {} if word in (EXPLORATORY, REPORTED) else {"verdict_before": word}
-    return of | before | {"verdict": EXPLORATORY}
+def _exploratory(results: dict[str, Any]) -> dict[str, Any]:
+    word = results.get("verdict", EXPLORATORY)  # a run.py without rules may say none
+    earlier = {} if word in (EXPLORATORY, REPORTED) else {"verdict_before": word}
+    return results | earlier | {"verdict": EXPLORATORY}
 
 
 def _exploratory_because(results: dict[str, Any]) -> str:

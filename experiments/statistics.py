@@ -388,10 +388,10 @@ def dunnett(
     }
 
 
-def spread_ratio(of: Sequence[float], over: Sequence[float]) -> Ratio:
+def spread_ratio(values: Sequence[float], over: Sequence[float]) -> Ratio:
     """The ratio of standard deviations over seeds; its 95% interval is that of Fisher's F."""
-    ratio = float(np.std(of, ddof=1) / np.std(over, ddof=1))
-    freedom = len(of) - 1, len(over) - 1
+    ratio = float(np.std(values, ddof=1) / np.std(over, ddof=1))
+    freedom = len(values) - 1, len(over) - 1
     low, high = (math.sqrt(scipy.stats.f.ppf(q, *freedom)) for q in (0.025, 0.975))
     return Ratio(ratio, ratio / high, ratio / low)
 

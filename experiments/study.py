@@ -132,23 +132,23 @@ class Study(Experiment):
                 "test nothing any more; go on at the commit of its page (`git worktree add`), "
                 f"or register a rule for seeds from {rules.next_seed()}"
             )
-        found, before = read_results(self.folder) or {}, self.look - 1
+        found, previous = read_results(self.folder) or {}, self.look - 1
         is_its_rule = found.get("rule") == rules.digest(rules.constants_of(self.name))
         claims = all_claims().get(self.name, []) if is_its_rule else []
         published = next((e["look"] for e in claims if e["claim"] == rule.claim), 0)
-        if before > published:
+        if previous > published:
             raise ValueError(
-                f"look {self.look} of {self.name} before its time: look {before} is not "
-                f"published; end it first with ARGS=--look={before}"
+                f"look {self.look} of {self.name} before its time: look {previous} is not "
+                f"published; end it first with ARGS=--look={previous}"
             )
         if self.look < published:
             raise ValueError(
                 f"look {self.look} of {self.name} is over: look {published} is published, and "
                 f"its verdict stands; leave it, or go on with ARGS=--look={published}"
             )
-        if 0 < before == published and all(e["verdict"] != rules.OPEN for e in claims):
+        if 0 < previous == published and all(e["verdict"] != rules.OPEN for e in claims):
             raise ValueError(
-                f"look {before} of {self.name} left no claim open: more seeds are no test; "
+                f"look {previous} of {self.name} left no claim open: more seeds are no test; "
                 "leave it, or register another rule for seeds from "
                 f"{rules.next_seed()}"
             )
@@ -237,11 +237,11 @@ class Study(Experiment):
             status = process.wait()
         tail = log.read_text(errors="replace").splitlines()
         if status:
-            said = "\n".join(tail[-5:])
+            text = "\n".join(tail[-5:])
             go_on = "the same command goes on"
             if status == 2:  # refused: as it is, it would be again
                 go_on = f"mend what it says, or begin anew: {self.again(output='OTHER')}"
-            raise SystemExit(f"{said}\n{log}: status {status}; {go_on}")
+            raise SystemExit(f"{text}\n{log}: status {status}; {go_on}")
         return tail[-1]
 
     def publish(

@@ -129,8 +129,8 @@ class Model:
         )
         folder = job.init_from if model_dir is None else model_dir
         decoding = {} if folder is None else read_decoding(RunFolder(folder))
-        of = job.model, params, job.vocabulary, step, text_format, fingerprint, devices
-        return cls(*of, decoding=decoding)
+        parts = job.model, params, job.vocabulary, step, text_format, fingerprint, devices
+        return cls(*parts, decoding=decoding)
 
     @property
     def num_params(self) -> int:
@@ -367,8 +367,8 @@ class Model:
         return separate_experts(self.params) if self.devices.mesh is None else self.params
 
     def _read(self, texts: Texts, role: Literal["inputs", "targets"]):
-        of = self.config, self.vocabulary, self.text_format, self.ids
-        return token_lists(texts, role, *of)
+        form = self.config, self.vocabulary, self.text_format, self.ids
+        return token_lists(texts, role, *form)
 
 
 def _lengths_B1(lengths, token_BL) -> jax.Array:
@@ -422,8 +422,8 @@ def load(
             f"task={task!r} of {str(model_dir)!r}, expert_slots={expert_slots}; use a run "
             "folder without slots, or what `switchx quantize --task` wrote, without task",
         )
-        about = read_config(RunFolder(model_dir))
-        return _of_task(load(model_dir, step, mesh=mesh, compiler=compiler), about, task)
+        run_config = read_config(RunFolder(model_dir))
+        return _of_task(load(model_dir, step, mesh=mesh, compiler=compiler), run_config, task)
     devices = ModelMesh.of(mesh, compiler)
     if expert_slots is not None:
         model = _load_with_slots(model_dir, step, mesh, expert_slots)
@@ -433,8 +433,8 @@ def load(
     return _load_run(model_dir, step, devices)
 
 
-def _of_task(model: Model, about: dict, task: str) -> Model:
-    config, params, own = of_task(model.config, model.params, about.get("source"), task)
+def _of_task(model: Model, run_config: dict, task: str) -> Model:
+    config, params, own = of_task(model.config, model.params, run_config.get("source"), task)
     text_format = TextFormat.of_training(own, is_encoder_decoder=config.is_encoder_decoder)
     fingerprint = hashlib.sha256(f"{model.fingerprint} {task}".encode()).hexdigest()
     return dataclasses.replace(
@@ -455,8 +455,8 @@ def _load_run(model_dir, step, devices: ModelMesh, select=lambda params: params)
     vocabulary = load_vocabulary(run.root) if has_vocabulary else None
     text_format = TextFormat.of_training(source, is_encoder_decoder=config.is_encoder_decoder)
     fingerprint = checkpoint_fingerprint(run, step, vocabulary)
-    of = config, params, vocabulary, step, text_format, fingerprint, devices
-    return Model(*of, decoding=read_decoding(run))
+    parts = config, params, vocabulary, step, text_format, fingerprint, devices
+    return Model(*parts, decoding=read_decoding(run))
 
 
 def _load_with_slots(model_dir, step, mesh, expert_slots: int | ExpertSlots) -> Model:

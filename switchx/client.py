@@ -304,8 +304,8 @@ def _error(status: int, content: bytes, headers=None) -> ServerError:
     """The error in a response that is no answer; a proxy's response need not be JSON."""
     after_s = _seconds((headers or {}).get("retry-after"))
     try:
-        said = json.loads(content)["error"]
-        return ServerError(status, said["message"], said.get("field"), after_s)
+        error = json.loads(content)["error"]
+        return ServerError(status, error["message"], error.get("field"), after_s)
     except (ValueError, KeyError, TypeError, AttributeError):
         text = content.decode("utf-8", errors="replace").strip()
         return ServerError(status, f"no answer of switchx: {text:.200}", None, after_s)

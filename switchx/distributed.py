@@ -50,9 +50,9 @@ def connect(
     """
     _reach(coordinator, start_s) if index else _require_own(coordinator, min(start_s, 60))
     # JAX waits longer: it would end the process without a word of what it waited for.
-    said = f"not all came to coordinator={coordinator!r} within {start_s} s: start all"
-    said += " of them, each of 0 to N - 1 once, or give the number that there is"
-    missing = threading.Timer(start_s, leave, [f"of num_processes={count}, {said}"])
+    message = f"not all came to coordinator={coordinator!r} within {start_s} s: start all"
+    message += " of them, each of 0 to N - 1 once, or give the number that there is"
+    missing = threading.Timer(start_s, leave, [f"of num_processes={count}, {message}"])
     missing.daemon = True
     missing.start()
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -118,12 +118,12 @@ class Peers:
 
     def compare(self, statement: dict[str, Any]) -> list[str]:
         """Who cannot take part, or differs from process 0, and in what; sets `names`."""
-        said = [self.name, {"num_processes": len(self._all)} | statement]
-        self._client.key_value_set(f"switchx/{self._index}", json.dumps(said))
+        own = [self.name, {"num_processes": len(self._all)} | statement]
+        self._client.key_value_set(f"switchx/{self._index}", json.dumps(own))
         if self._is_first:
             keys = [f"switchx/{index}" for index in self._all]
-            said = [json.loads(self._client.blocking_key_value_get(k, 60_000)) for k in keys]
-            verdict = [[name for name, _ in said], _faults(said)]
+            every = [json.loads(self._client.blocking_key_value_get(k, 60_000)) for k in keys]
+            verdict = [[name for name, _ in every], _faults(every)]
             self._client.key_value_set("switchx/verdict", json.dumps(verdict))
         verdict = self._client.blocking_key_value_get("switchx/verdict", 120_000)
         self.names, faults = json.loads(verdict)
@@ -189,13 +189,13 @@ class Peers:
 
 def _faults(all_said: list) -> list[str]:
     """Who failed, or else who is different, of `[name, statement]`; empty where all is well."""
-    if failed := [(name, said[FAILURE]) for name, said in all_said if FAILURE in said]:
+    if failed := [(name, facts[FAILURE]) for name, facts in all_said if FAILURE in facts]:
         return [f"{name} cannot start: {reason}" for name, reason in failed]
     (_, first), *others = all_said
     faults = []
-    for name, said in others:
-        keys = sorted(key for key in first | said if first.get(key) != said.get(key))
-        what = [f"{k}: {said.get(k)!r}, not {first.get(k)!r}" for k in keys[:MAX_NAMED]]
+    for name, facts in others:
+        keys = sorted(key for key in first | facts if first.get(key) != facts.get(key))
+        what = [f"{k}: {facts.get(k)!r}, not {first.get(k)!r}" for k in keys[:MAX_NAMED]]
         what += [f"and {len(keys) - MAX_NAMED} more"] if len(keys) > MAX_NAMED else []
         way_out = "start all processes with the same command and the same code"
         faults += [f"{name} differs from process 0 ({'; '.join(what)}); {way_out}"] * bool(what)
@@ -221,16 +221,16 @@ def _require_own(coordinator: str, seconds: float) -> None:
             socket.create_server((host, port), family=family).close()
             return
         except OSError as error:
-            said = (
+            message = (
                 f"process 0 cannot listen at coordinator={coordinator!r} ({error}); give an "
                 f"address of this machine ({socket.gethostname()}) and a free port, and start "
                 "one process with process_id=0"
             )
             is_known = not isinstance(error, socket.gaierror) and error.errno != EADDRNOTAVAIL
             if is_known or _is_number(host) or time.monotonic() > end:
-                raise ValueError(said) from error
+                raise ValueError(message) from error
             if time.monotonic() > warn_at:
-                print(f"switchx: {said}. Trying again", file=sys.stderr, flush=True)
+                print(f"switchx: {message}. Trying again", file=sys.stderr, flush=True)
                 warn_at = end
         time.sleep(0.2)
 
@@ -247,15 +247,15 @@ def _reach(coordinator: str, seconds: int) -> None:
     """Waits until something listens at the coordinator's address."""
     end, warn_at = time.monotonic() + seconds, time.monotonic() + WARN_AFTER_S
     while error := _refusal(coordinator):
-        said = (
+        message = (
             f"coordinator={coordinator!r} does not answer ({error}): start process 0 "
             "there, or give the address and port at which it listens; a firewall has to let "
             f"the port through. Waiting for {seconds} s"
         )
         if time.monotonic() > end:
-            raise TimeoutError(said) from error
+            raise TimeoutError(message) from error
         if time.monotonic() > warn_at:
-            print(f"switchx: {said}", file=sys.stderr, flush=True)
+            print(f"switchx: {message}", file=sys.stderr, flush=True)
             warn_at = end
         time.sleep(0.2)
 

@@ -167,12 +167,12 @@ def options(cls: type) -> dict[str, Option]:
     """The options of a configuration class, by name."""
     found = {}
     for field in dataclasses.fields(cls):
-        if said := field.metadata.get("option"):
+        if text := field.metadata.get("option"):
             hint, *_ = _alternatives(_hints(cls)[field.name])
             is_list, listed = typing.get_origin(hint) is tuple, typing.get_args(hint)
             choices = None if is_list else listed or None
-            of = listed[0] if is_list else type(choices[0]) if choices else hint
-            found[field.name] = Option(field.name, of, choices, field.default, *said, is_list)
+            kind = listed[0] if is_list else type(choices[0]) if choices else hint
+            found[field.name] = Option(field.name, kind, choices, field.default, *text, is_list)
     return found
 
 
@@ -186,10 +186,10 @@ def check_options(config) -> None:
             raise FieldError(config, name, f"use {each.range}")
 
 
-def _type_name(of: type) -> str:
+def _type_name(kind: type) -> str:
     """The name that a description has for a class: the module too, unless it is switchx's."""
-    is_ours = of.__module__.split(".")[0] == "switchx"
-    return of.__name__ if is_ours else f"{of.__module__}.{of.__qualname__}"
+    is_ours = kind.__module__.split(".")[0] == "switchx"
+    return kind.__name__ if is_ours else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def describe(value, where: str = "the configuration") -> Any:
@@ -378,16 +378,16 @@ def differences(
         if len(saved) != len(current):
             yield f"{name}: {len(saved)} there, {len(current)} here"
             return
-        for i, (there, here) in enumerate(zip(saved, current, strict=True)):
-            yield from differences(there, here, on, f"{name}.{i}")
-    elif saved != (here := describe(current, name)):
-        yield f"{name}: {saved!r} there, {here!r} here"
+        for i, (old, new) in enumerate(zip(saved, current, strict=True)):
+            yield from differences(old, new, on, f"{name}.{i}")
+    elif saved != (new := describe(current, name)):
+        yield f"{name}: {saved!r} there, {new!r} here"
 
 
 def _differences_of_fields(saved: dict, current, on, name: str) -> Iterator[str]:
-    of = _type_name(type(current))
-    if saved.get("type", of) != of:
-        yield f"{name or 'the kind of folder'}: {saved['type']} there, {of} here"
+    kind = _type_name(type(current))
+    if saved.get("type", kind) != kind:
+        yield f"{name or 'the kind of folder'}: {saved['type']} there, {kind} here"
         return
     fields = {field.name: field for field in dataclasses.fields(current)}
     for field in fields.values():

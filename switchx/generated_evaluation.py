@@ -181,8 +181,8 @@ class JobTexts:
             describe(job.source, "job.source"), is_encoder_decoder=job.model.is_encoder_decoder
         )
         devices = ModelMesh(mesh, job.mesh.rules)
-        of = job.model, {}, job.vocabulary, 0, text_format, "", devices
-        self._model = Model(*of, decoding=decoding or {})
+        parts = job.model, {}, job.vocabulary, 0, text_format, "", devices
+        self._model = Model(*parts, decoding=decoding or {})
         generator = self._generator(self._model)
         self._questions = [
             ask(self._model, examples)

@@ -145,8 +145,8 @@ class SwitchxLM(LM):
         """Tokens that stand before what is predicted; at least one."""
         model = self.model
         if self._has_encoder:
-            of = model.config, model.vocabulary, model.text_format, model.ids
-            (read,), _ = token_lists([context], "inputs", *of) if context else ([[]], None)
+            form = model.config, model.vocabulary, model.text_format, model.ids
+            (read,), _ = token_lists([context], "inputs", *form) if context else ([[]], None)
             return read or [self._first]
         tokens = model.vocabulary.encode(context) if tokens is None else tokens
         if tokens and model.text_format.inputs_end_with_eos:  # as it was trained
@@ -223,8 +223,8 @@ class SwitchxLM(LM):
         answers = [""] * len(prompts)
         with compiled_programs_kept(None):
             for index, (best, *_) in generator(prompts):
-                said = Generated.of(best, self.model.vocabulary, generator.stops)
-                answers[index] = said.output
+                answer = Generated.of(best, self.model.vocabulary, generator.stops)
+                answers[index] = answer.output
         return answers
 
 

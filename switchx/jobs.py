@@ -136,11 +136,11 @@ def _watching(folder: RunFolder) -> str:
 
 def _drops_of(job: TrainingJob, folder: RunFolder) -> str | None:
     """What is known of dropped choices at a job's capacity, from the run before; or None."""
-    switch, before = job.model.switch, folder if folder.is_begun else None
-    if before is None and job.init_from is not None:
-        before = RunFolder(job.init_from)
-    if switch is None or before is None or jax.process_index():
+    switch, earlier = job.model.switch, folder if folder.is_begun else None
+    if earlier is None and job.init_from is not None:
+        earlier = RunFolder(job.init_from)
+    if switch is None or earlier is None or jax.process_index():
         return None
     rows = job.batch_size // job.step.num_microbatches
     sizes = [layer_groups(switch, rows, length)[1] for length in job.sparse_lengths]
-    return training_note(before.routing, job.model.sparse_layer_names, switch, max(sizes))
+    return training_note(earlier.routing, job.model.sparse_layer_names, switch, max(sizes))

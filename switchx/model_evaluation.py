@@ -193,9 +193,9 @@ def evaluate_checkpoints(
         )
         table = {line["step"]: line for line in found}
         for step in steps:
-            about = {"settings": settings, "of": evaluation.measured_of(step)}
-            if table.get(step, {}).get("of") != about["of"]:
-                table[step] = evaluation.measure(step) | about
+            measured_as = {"settings": settings, "of": evaluation.measured_of(step)}
+            if table.get(step, {}).get("of") != measured_as["of"]:
+                table[step] = evaluation.measure(step) | measured_as
                 lines = [json_text(table[each]) + "\n" for each in sorted(table)]
                 write_atomically(path, "".join(lines).encode())
     return [table[step] for step in sorted(table)]
@@ -555,8 +555,8 @@ class _Texts:
         for asked in questions:
             reporter.note(f"answering {len(asked.prompts):,} examples of {asked.task.name}")
 
-            def progressed(number: int, before: int = done):
-                reporter.counted(before + number)
+            def progressed(number: int, offset: int = done):
+                reporter.counted(offset + number)
 
             answers.append(answer(model, generator, asked, progressed))
             done += len(asked.prompts)

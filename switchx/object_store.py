@@ -166,8 +166,8 @@ def state_of(file: Folder) -> tuple[Any, ...]:
     if is_address(file):
         store, path = _store_of(file)
         return (store.checksum(path),)  # of what the store says of it, its hash among that
-    about = file.stat()
-    return about.st_size, about.st_mtime_ns
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns
 
 
 def remove(folder: Folder, first: str) -> None:
@@ -245,16 +245,16 @@ class Mirror:
         The trainer before finds that at its next save, and ends (`require_owned`). So one that
         was killed, and left its token, is in no one's way. At the end, files are put.
         """
-        if before := self._read_owner():
+        if holder := self._read_owner():
             logger.warning(
                 "%s was held by process %s on %s since %s; if it still runs, it ends at its "
                 "next save",
-                *(self._address, before.get("pid"), before.get("host"), before.get("since")),
+                *(self._address, holder.get("pid"), holder.get("host"), holder.get("since")),
             )
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-        about = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
+        owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
         self._token = secrets.token_hex(16)
-        self._owner.write_text(json.dumps(about | {"token": self._token}))
+        self._owner.write_text(json.dumps(owner | {"token": self._token}))
         try:
             yield
         finally:
@@ -269,11 +269,11 @@ class Mirror:
         Raises:
             ValueError: another trainer has taken over; says which.
         """
-        there = self._read_owner()
-        if self._token not in (None, there.get("token")):
+        owner = self._read_owner()
+        if self._token not in (None, owner.get("token")):
             raise ValueError(
                 f"model_dir={self._address!r} was taken over by process "
-                f"{there.get('pid', 'unknown')} on {there.get('host', 'another machine')}, "
+                f"{owner.get('pid', 'unknown')} on {owner.get('host', 'another machine')}, "
                 f"whose token is in {self._owner}; this process ends. What it saved before is "
                 "intact. Train in a folder with one trainer"
             )

@@ -47,12 +47,12 @@ def import_for_folder(module: str) -> types.ModuleType:
 
 @contextlib.contextmanager
 def _without(entries: set[str]) -> Iterator[None]:
-    before = sys.path[:]
-    sys.path[:] = [each for each in before if each not in entries]
+    path = sys.path[:]
+    sys.path[:] = [each for each in path if each not in entries]
     try:
         yield
     finally:
-        sys.path[:] = before
+        sys.path[:] = path
 
 
 def is_of_working_directory() -> bool:

@@ -129,8 +129,9 @@ class Reporter(abc.ABC):
                 for name in values.keys() - set(COUNTS)
             )
             number, left_out = values["examples"], values["examples_left_out"]
-            of = f"{number:,} of {number + left_out:,}" if left_out else f"{number:,}"
-            self.note(f"step {step:>5}  {task}: {'  '.join(sorted(scores))}  ({of} examples)")
+            count = f"{number:,}" + f" of {number + left_out:,}" * bool(left_out)
+            line = f"{'  '.join(sorted(scores))}  ({count} examples)"
+            self.note(f"step {step:>5}  {task}: {line}")
 
     def note(self, text: str) -> None:
         self._show_line(self._clock() - self._start_s, text)
@@ -348,8 +349,8 @@ class _LineHandler(logging.Handler):
 
 def cause(error: BaseException) -> str:
     """An exception's type and text on one line: `ValueError: no room`."""
-    said = " ".join(str(error).split())
-    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+    reason = " ".join(str(error).split())
+    return f"{type(error).__name__}: {reason}" if reason else type(error).__name__
 
 
 def is_for_a_person(error: BaseException) -> bool:

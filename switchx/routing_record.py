@@ -532,10 +532,10 @@ def open_record(path: str | os.PathLike) -> RoutingRecord:
     """
     path = pathlib.Path(path).expanduser()
     with _faults_named(path), _opened(path) as file:
-        about = (file.schema_arrow.metadata or {}).get(KEY)
-        about = (file.metadata.metadata or {}).get(KEY, about)
-        require(about is not None, "it is a Parquet file of something else")
-        info = RecordInfo.from_json(about.decode())
+        encoded = (file.schema_arrow.metadata or {}).get(KEY)
+        encoded = (file.metadata.metadata or {}).get(KEY, encoded)
+        require(encoded is not None, "it is a Parquet file of something else")
+        info = RecordInfo.from_json(encoded.decode())
         has_places = file.metadata.num_rows > 0 and info.all_layers
         require(has_places, "it has no places, or no layers")
         wanted = {"stack": None} | dict.fromkeys(_PLACES)

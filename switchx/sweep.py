@@ -193,8 +193,8 @@ def cells_of(sweep: Sweep) -> list[Cell]:
             f"--output={output} is the folder of another sweep, with {other}; give another "
             "one. Values and seeds may be added, all else is as it was",
         )
-    elif (there := RunFolder(output).found()) not in ("nothing is there", "empty"):
-        raise ValueError(f"--output={output} is no folder of a sweep: {there}; give a new one")
+    elif (state := RunFolder(output).found()) not in ("nothing is there", "empty"):
+        raise ValueError(f"--output={output} is no folder of a sweep: {state}; give a new one")
     cells, names = [], {}
     points = [*itertools.product(*sweep.axes.values())]
     for k, values in itertools.product(range(sweep.num_seeds), points):
@@ -257,8 +257,8 @@ def run_cells(
             why = f" (it diverged: {cell.log})" * cell.is_diverged
             note(f"{cell.name}: validation loss {loss:.4f}{why}")
             return
-        said = cell.log.read_text(errors="replace").splitlines() if cell.log.exists() else []
-        failed[cell.name] = said[-1] if said else "it ended before its last step"
+        lines = cell.log.read_text(errors="replace").splitlines() if cell.log.exists() else []
+        failed[cell.name] = lines[-1] if lines else "it ended before its last step"
         note(f"{cell.name}: failed: {failed[cell.name]} (all of it: {cell.log})")
 
     if workers == 1:
@@ -380,10 +380,10 @@ def sentence_of(optimum: dict[str, Any] | None) -> str:
         return "No configuration is finished with a finite loss."
     at = ", ".join(f"{name}={value}" for name, value in optimum["values"].items())
     own = Interval(optimum["mean"], optimum["low"], optimum["high"])
-    said = {
+    words = {
         "interior": "inside the grid",
         "edge": "at the grid's edge, so try values beyond it,",
         "unordered": "without an order",
     }
-    places = "".join(f"; {said[place]} in {n}" for n, place in optimum["places"].items())
+    places = "".join(f"; {words[place]} in {n}" for n, place in optimum["places"].items())
     return f"Lowest validation loss: {shown(own)}{' at ' * bool(at)}{at}{places}."

@@ -92,8 +92,8 @@ def read_manifest(folder: Folder, name: str, checksum: Checksum) -> dict[str, An
         raise ValueError(f"it has no {name}, so it was not written to its end") from None
     except (ValueError, KeyError):
         is_pointer = is_lfs_pointer(folder / name)
-        said = IS_LFS_POINTER if is_pointer else "is damaged"
-        raise ValueError(f"its {name} {said}") from None
+        fault = IS_LFS_POINTER if is_pointer else "is damaged"
+        raise ValueError(f"its {name} {fault}") from None
     return content | {checksum: claimed}
 
 
@@ -123,7 +123,7 @@ def damages(
         OSError: it cannot be read now, for a reason that is no damage (`is_damage`).
     """
     try:
-        there = files_in(folder)
+        found = files_in(folder)
     except OSError as error:
         if must_be_read and not is_damage(error):
             raise
@@ -139,12 +139,12 @@ def damages(
         try:
             if not is_address(folder) and not path.resolve().is_relative_to(folder.resolve()):
                 yield f"its manifest names {name!r}, which is outside of it"
-            elif name not in there:
+            elif name not in found:
                 yield f"its file {name} is missing"
-            elif there[name] != num_bytes:
+            elif found[name] != num_bytes:
                 pointer = ", a pointer of Git LFS: run `git lfs pull`"
                 pointer = pointer if is_lfs_pointer(path) else ""
-                yield f"its file {name} has {there[name]} bytes, not {num_bytes}{pointer}"
+                yield f"its file {name} has {found[name]} bytes, not {num_bytes}{pointer}"
             elif None not in (checksum, expected) and _of_file(path, checksum) != expected:
                 yield f"its file {name} has changed since it was written"
         except OSError as error:

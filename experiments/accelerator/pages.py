@@ -109,8 +109,8 @@ def _shown(row: dict[str, Any]) -> dict[str, Any] | None:
 def _tests(rows: list[dict[str, Any]]) -> str:
     outcomes = [row["measured"] for row in rows if row["unit"] == TEST]
     counted = {each: outcomes.count(each) for each in dict.fromkeys(outcomes)}
-    said = ", ".join(f"{number} {outcome}" for outcome, number in counted.items())
-    return f" Tests: {said}." if said else ""
+    text = ", ".join(f"{number} {outcome}" for outcome, number in counted.items())
+    return f" Tests: {text}." if text else ""
 
 
 def main(words: list[str] | None = None) -> int:

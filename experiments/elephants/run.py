@@ -63,14 +63,14 @@ def found(quality: dict, throughput: dict) -> dict:
         for beams in (1, 2)
         if (batch, beams) not in measured
     ]
-    said = " and ".join(
+    text = " and ".join(
         f"int8 changes BLEU by {row['int8']['change']:+.3f} and int4 by "
         f"{row['int4']['change']:+.3f} with {row['beams']} beam{'s' * (row['beams'] > 1)}"
         for row in means
     )
     (int4,) = (row["int4"] for row in means if row["beams"] == 2)
     return {
-        "because": f"On average over the directions {said}; {len(missing)} of "
+        "because": f"On average over the directions {text}; {len(missing)} of "
         f"{2 * len(BATCHES)} cells of Table 3 are missing.",
         "effect": Interval(int4["change"], int4["low"], int4["high"]),
         "effect_of": "int4 over float32 with two beams, BLEU",

@@ -54,9 +54,9 @@ def quality(section: dict[str, Any]) -> dict[str, Any]:
     return {"title": title, "rows": rows}
 
 
-def change(of: dict[str, float]) -> dict[str, float]:
+def change(row: dict[str, float]) -> dict[str, float]:
     """Of BLEU, with its interval."""
-    return {"mean": of["change"], "low": of["low"], "high": of["high"]}
+    return {"mean": row["change"], "low": row["low"], "high": row["high"]}
 
 
 def throughput(section: dict[str, Any]) -> dict[str, Any]:

@@ -118,15 +118,15 @@ def measure(arguments, models, sentences: Sentences, batch: int, beams: int, tor
         contenders.append(Contender(TORCH, ask))
     take_turns(contenders, arguments.rounds)
     load_average = os.getloadavg()[0]  # of the last minute: other programs too
-    said = {name: decode.tokens for name, decode in decoders.items()}
+    found = {name: decode.tokens for name, decode in decoders.items()}
     if torch is not None:
-        said[TORCH] = torch.said()
+        found[TORCH] = torch.said()
     return {
         "seconds": {each.name: each.times_s for each in contenders},
         "load_average": load_average,
         "same_texts": {
-            name: statistics.fmean(a == b for a, b in zip(said["float32"], texts, strict=True))
-            for name, texts in said.items()
+            name: statistics.fmean(a == b for a, b in zip(found["float32"], texts, strict=True))
+            for name, texts in found.items()
         },
     }
 

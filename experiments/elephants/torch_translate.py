@@ -22,7 +22,7 @@ def main(settings: dict) -> None:
     sentences = json.loads((folder / "sentences.json").read_text())
     for line in sys.stdin:
         batch, beams = map(int, line.split())
-        said = []
+        answers = []
         for first in range(0, len(sentences), batch):
             texts = sentences[first : first + batch]
             longest = max(map(len, texts))
@@ -36,8 +36,8 @@ def main(settings: dict) -> None:
                     max_new_tokens=settings["max_new_tokens"],
                 )
             for row in token_BT[:, 1:].tolist():  # what is first is the start token
-                said.append(row[: row.index(eos)] if eos in row else row)
-        (folder / "said.json").write_text(json.dumps(said))
+                answers.append(row[: row.index(eos)] if eos in row else row)
+        (folder / "said.json").write_text(json.dumps(answers))
         print("done", flush=True)
 
 

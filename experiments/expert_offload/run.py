@@ -60,7 +60,7 @@ def found(rows: list[dict[str, Any]]) -> dict[str, Any]:
     of_slots = [row for row in rows if row[COPIES] >= LEAST_COPIES]
     memory = max((row[MEMORY] for row in rows), key=lambda x: abs(math.log(x)))
     farthest = max((row[TIME]["mean"] for row in rows), key=lambda x: abs(math.log(x)))
-    said = ", ".join(
+    text = ", ".join(
         f"{row[ADDED]['mean']:.2f} ({row[ADDED]['low']:.2f} to {row[ADDED]['high']:.2f}) "
         f"in {row['weights']} with {row['slots of 16']} slots"
         for row in of_slots
@@ -69,7 +69,7 @@ def found(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "because": f"Farthest from the formulas are {farthest:.2f} of the time and "
         f"{memory:.2f} of the memory. What slots add to computing, over the time of the copies "
-        f"where these are {LEAST_COPIES:.0%} of the time or more: {said or 'nowhere'}.",
+        f"where these are {LEAST_COPIES:.0%} of the time or more: {text or 'nowhere'}.",
         "effect": most[ADDED],
         "effect_of": "time that slots add over that of the copies, where copies are most",
     }

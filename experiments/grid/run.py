@@ -74,11 +74,11 @@ def judge(results: dict[str, Any]) -> dict[str, Any]:
     if len(finals) < len(RUNS.contenders):
         lost = sorted({each.name for each in RUNS.contenders} - finals.keys())
         found, because = {}, f"Runs of {lost} diverged, so that no effect is estimated."
-        effect, of = Interval(0.0, 0.0, 0.0), "nothing"
+        effect, claim = Interval(0.0, 0.0, 0.0), "nothing"
     else:
         found = {name: each.interval() for name, each in effects(finals).items()}
-        of, effect = next(iter(found.items()))
-        because = f"{of}: {effect} nats per token."
+        claim, effect = next(iter(found.items()))
+        because = f"{claim}: {effect} nats per token."
     times = {name: statistics.median(each) for name, each in results["step_time"].items()}
     cells = [row | {"step time": times[row["model"]]} for row in rows(results)]
     tables = [{"title": "", "rows": cells}]
@@ -92,7 +92,7 @@ def judge(results: dict[str, Any]) -> dict[str, Any]:
         "verdict": "reported",
         "because": because,
         "effect": effect,
-        "effect_of": f"{of}, nats per token",
+        "effect_of": f"{claim}, nats per token",
         "intervals": intervals(results),
         "intervals_of": f"over {RUNS.contenders[0].name}, nats per token",
         "tables": tables,

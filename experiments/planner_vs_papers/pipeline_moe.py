@@ -85,17 +85,17 @@ HEADLINES = {
 
 def speedup(what: str) -> tuple[float, Interval]:
     """(measured, predicted) of one of `HEADLINES`."""
-    of, over, _ = HEADLINES[what]
+    name, over, _ = HEADLINES[what]
     rows = table_2.BY_NAME
-    return rows[of].tokens_per_s / rows[over].tokens_per_s, table_2.ratio(of, over)
+    return rows[name].tokens_per_s / rows[over].tokens_per_s, table_2.ratio(name, over)
 
 
 def _headlines() -> list[Cell]:
     found = []
-    for what, (of, over, note) in HEADLINES.items():
+    for what, (name, over, note) in HEADLINES.items():
         measured, predicted = speedup(what)
         found.append(Cell(PAPER, what, measured, predicted, note))
-        best = table_2.fastest_ratio(of, over)
+        best = table_2.fastest_ratio(name, over)
         found.append(Cell(PAPER, f"{what}, both at their best", measured, best, AFTER))
     return found
 

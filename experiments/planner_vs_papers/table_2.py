@@ -238,14 +238,14 @@ def of_all_batches(name: str, assumed: str) -> Interval | None:
     return Interval.around(throughputs(name, assumed).values())
 
 
-def ratio(of: str, over: str) -> Interval | None:
+def ratio(name: str, over: str) -> Interval | None:
     """The throughput of one row over another's at equal batches; None where none fits both.
 
     Of experts both is assumed.
     """
     found = [
         mine[rows] / other[rows]
-        for mine in (throughputs(of, each) for each in BY_NAME[of].layouts)
+        for mine in (throughputs(name, each) for each in BY_NAME[name].layouts)
         for other in (throughputs(over, each) for each in BY_NAME[over].layouts)
         for rows in mine.keys() & other.keys()
     ]

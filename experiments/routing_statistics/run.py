@@ -259,13 +259,13 @@ def judge(results: dict[str, Any]) -> dict[str, Any]:
         for layer in found["layers"]
     ]
     last = {label: found["layers"][-1] for label, found in labels.items()}
-    said = ", ".join(
+    text = ", ".join(
         f"{each['told']:.1%} of its {label} (by chance {each['chance']:.1%})"
         for label, each in last.items()
     )
     return {
         "verdict": "reported",
-        "because": f"In the last layer a token's expert tells {said}.",
+        "because": f"In the last layer a token's expert tells {text}.",
         "effect": last["book"]["over chance"],
         "effect_of": "share of a token's book that its expert tells, over chance; range of 95% "
         "of permutations",

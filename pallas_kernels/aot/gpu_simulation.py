@@ -115,8 +115,8 @@ class _Scheduler:
                 warp.groups.append(warp.products_end)
         for scoreboard in (instruction.reads, instruction.writes):
             if scoreboard != "-":
-                before = warp.scoreboards.get(scoreboard, 0.0)
-                warp.scoreboards[scoreboard] = max(before, done)
+                pending = warp.scoreboards.get(scoreboard, 0.0)
+                warp.scoreboards[scoreboard] = max(pending, done)
         warp.now = at + (LATENCY["BAR"] if opcode == "BAR" else max(1, int(instruction.stall)))
 
 

@@ -243,12 +243,12 @@ def read_layers(
         ValueError: the record has rows that `labels` does not know, or it has no tokens.
     """
     for stack, names in record.info.layers.items():
-        before = None
+        previous_TS = None
         for previous, name in zip([None, *names], names, strict=False):
             routed = _read(record, stack, name, len(labels.text_B), start_id)
             E = record.info.switch.num_experts
-            yield _layer_atlas(name, previous, before, routed, labels, E, seed)
-            before = routed.expert_TS
+            yield _layer_atlas(name, previous, previous_TS, routed, labels, E, seed)
+            previous_TS = routed.expert_TS
 
 
 def _read(record: RoutingRecord, stack: str, name: str, num_rows: int, start_id) -> _Routed:

@@ -54,13 +54,13 @@ def _draw_drops(axis, drops: DropsByFactor) -> None:
     axis.yaxis.set_major_formatter(PERCENT)
     axis.set_xlabel("capacity factor")
     axis.set_title("dropped choices: predicted (lines), measured (dots)", loc="left")
-    said = (
+    text = (
         f"{FEW:.0%} dropped: {drops.least:.3g}\nnone: {drops.dropless:.3g}\n"
         f"{drops.saved:.0%} of its slots\nsaved, {drops.saved_bytes:,.0f} bytes\n"
         "a token and layer"
     )
     middle = (drops.least + min(drops.dropless, right)) / 2
-    axis.text(middle, 0.4 * top, said, ha="center", va="center", fontsize=8)
+    axis.text(middle, 0.4 * top, text, ha="center", va="center", fontsize=8)
     axis.legend(frameon=False, fontsize=8, loc="upper right")
 
 

@@ -77,24 +77,24 @@ def layer_tables(
         even_share=layer.even_share,
         p=own.p_EK.reshape(-1),
     )
-    here, there = np.nonzero(layer.together_EE * (1 - np.eye(layer.num_experts, dtype=int)))
+    first, second = np.nonzero(layer.together_EE * (1 - np.eye(layer.num_experts, dtype=int)))
     tables.add(
         "coactivation",
         layer=name,
-        expert=here,
-        other=there,
-        tokens=layer.together_EE[here, there],
-        share=layer.coactivation_EE[here, there],
+        expert=first,
+        other=second,
+        tokens=layer.together_EE[first, second],
+        share=layer.coactivation_EE[first, second],
     )
     if layer.arrivals_EE is not None:
-        here, there = np.nonzero(layer.arrivals_EE)
+        first, second = np.nonzero(layer.arrivals_EE)
         tables.add(
             "transitions",
             layer=layer.previous,
-            expert=here,
+            expert=first,
             next_layer=name,
-            next_expert=there,
-            tokens=layer.arrivals_EE[here, there],
+            next_expert=second,
+            tokens=layer.arrivals_EE[first, second],
         )
     counts = layer.tokens
     is_frequent = counts.times_V[counts.index_X] >= LEAST_TIMES

@@ -404,7 +404,8 @@ def compare(folders: Sequence[str | os.PathLike]) -> Comparison:
             key += ("again",)
         alike.setdefault(key, {})[run.seed] = run
     groups = [
-        [of[seed] for seed in sorted(of, key=lambda s: (len(s), s))] for of in alike.values()
+        [runs[seed] for seed in sorted(runs, key=lambda s: (len(s), s))]
+        for runs in alike.values()
     ]
     found = differing([runs[0] for runs in groups]).items()
     names = [", ".join(f"{name}={row[i]}" for name, row in found) for i in range(len(groups))]

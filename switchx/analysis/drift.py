@@ -172,8 +172,8 @@ def _require_comparable(a: RoutingRecord, b: RoutingRecord) -> None:
             "router": router.kind,
         }
 
-    there, here = about(a.info), about(b.info)
-    wrong = [f"{name} {x}, {here[name]}" for name, x in there.items() if x != here[name]]
+    first, second = about(a.info), about(b.info)
+    wrong = [f"{name} {x}, {second[name]}" for name, x in first.items() if x != second[name]]
     require(
         not wrong,
         f"{a.path} and {b.path} are of other models ({'; '.join(wrong)}); give two records of "

@@ -213,10 +213,10 @@ def prediction_errors(
     found = {layer: PredictionError() for layer in record.info.all_layers}
     setting_of(measured.info)  # refuses routers that cannot be replayed
     setting = Setting(measured.info.switch)
-    for batch, there in paired_batches(record, measured):
+    for batch, measured_batch in paired_batches(record, measured):
         predicted_NPS = dropped(batch, setting)
         N, P, S = predicted_NPS.shape
-        measured_NPS = there.is_dropped_NBLS.reshape(N, -1, S)[:, :P]
+        measured_NPS = measured_batch.is_dropped_NBLS.reshape(N, -1, S)[:, :P]
         is_routed_BL = batch.is_token_BL | (setting.switch.router.padding == "counted")
         choices = S * int(is_routed_BL.reshape(-1)[:P].sum())
         for layer, p_PS, m_PS in zip(batch.layers, predicted_NPS, measured_NPS, strict=True):
@@ -296,16 +296,16 @@ def sentence(current: Drops, factor: float, others: Sequence[Drops], most: float
         others: drops under other settings.
         most: share of drops that a larger capacity is named for.
     """
-    said = (
+    text = (
         f"At factor {factor:g} and {current.name} "
         f"{current.share(factor):.2%} of the choices find no slot"
     )
     if (least := current.balanced_share(factor)) is not None:
-        said += f" (a balanced random router {least:.2%})"
-    said += "".join(f"; {x.name} would drop {x.share(factor):.2%}" for x in others)
+        text += f" (a balanced random router {least:.2%})"
+    text += "".join(f"; {x.name} would drop {x.share(factor):.2%}" for x in others)
     enough = current.smallest_factor(most)
     slots = " and ".join(str(C) for C in current.capacities(enough).values())
-    return f"{said}. {most:.2%} takes factor {enough:g}, {slots} slots of an expert and group."
+    return f"{text}. {most:.2%} takes factor {enough:g}, {slots} slots of an expert and group."
 
 
 def of_switch(

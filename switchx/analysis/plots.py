@@ -136,8 +136,8 @@ def transition_figure(shares: Sequence[np.ndarray], pairs: Sequence[tuple[str, s
     """
     figure, axes = _panels(len(shares), height=2.9, max_columns=3)
     limit = _limit(shares)
-    for axis, share_EE, (here, there) in zip(axes, shares, pairs, strict=True):
-        image = _map(axis, share_EE, limit, None, f"expert in {there}", f"expert in {here}")
+    for axis, share_EE, (layer, after) in zip(axes, shares, pairs, strict=True):
+        image = _map(axis, share_EE, limit, None, f"expert in {after}", f"expert in {layer}")
         _integer_ticks(axis)
     _colour_bar(figure, image, axes, "share of the row's tokens", format=PERCENT)
     return figure

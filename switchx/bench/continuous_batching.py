@@ -222,6 +222,6 @@ def _found(mix: Mix, done: dict[str, list[Round]], per_s: float, compiled: int):
             row[f"{name}_vs_baseline"] = ratio(name) if rounds is ours else 1.0
         rows.append(row)
     rows[0]["compilations"] = compiled
-    checks = [Check(name, ratio(of), bound) for of, (name, bound) in mix.checks.items()]
+    checks = [Check(name, ratio(pair), bound) for pair, (name, bound) in mix.checks.items()]
     first, *others = ours + baseline
     return rows, checks, all(each["answers"] == first["answers"] for each in others)

@@ -60,14 +60,14 @@ class Decoder:
     generator: Generator
     sentences: list[list[int]]
     token_limits: list[int] | None = None
-    said: dict[int, list[Hypothesis]] = dataclasses.field(default_factory=dict)
+    hypotheses: dict[int, list[Hypothesis]] = dataclasses.field(default_factory=dict)
 
     def __call__(self) -> None:
-        self.said = dict(self.generator(self.sentences, self.token_limits))
+        self.hypotheses = dict(self.generator(self.sentences, self.token_limits))
 
     @property
     def tokens(self) -> list[list[int]]:
-        return [self.said[number][0].tokens for number in range(len(self.sentences))]
+        return [self.hypotheses[number][0].tokens for number in range(len(self.sentences))]
 
 
 def decoder(config, params, batch: int, beams: int) -> Decoder:

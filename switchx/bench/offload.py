@@ -150,7 +150,7 @@ def outputs(generator: Generator) -> list[list[list[int]]]:
     """Tokens of all hypotheses of all sentences."""
     V = generator.config.vocab_size
     sentences = np.random.default_rng(0).integers(3, V, (BATCH, INPUTS)).tolist()
-    return [[each.tokens for each in said] for _, said in sorted(generator(sentences))]
+    return [[each.tokens for each in rows] for _, rows in sorted(generator(sentences))]
 
 
 def decoded(config: ModelConfig, params: dict, beams: int, experts=None) -> np.ndarray:

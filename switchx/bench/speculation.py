@@ -78,8 +78,8 @@ def decoder(config: ModelConfig, params: dict, decoding: DecodingConfig, sentenc
     def decode() -> tuple[list[list[int]], int]:
         batch = RunningBatch(config, params, decoding)
         batch.admit(sentences, numbers=range(size), token_limits=[NEW_TOKENS] * size)
-        said = batch.advance()
-        return [said[number][0].tokens for number in sorted(said)], batch.num_steps
+        hypotheses = batch.advance()
+        return [hypotheses[number][0].tokens for number in sorted(hypotheses)], batch.num_steps
 
     return decode
 

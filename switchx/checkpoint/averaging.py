@@ -95,12 +95,12 @@ def write_average(run: RunFolder, params: Tree, folder: RunFolder, origin: str) 
     """
     source = read_config(run).get("source")
     vocabulary = load_vocabulary(run.root)
-    about = vocabulary, origin, source, read_decoding(run)
+    carried = vocabulary, origin, source, read_decoding(run)
     rescaled = read_rescaled(run)
-    write_converted(folder, read_model_config(run), params, *about, rescaled=rescaled)
+    write_converted(folder, read_model_config(run), params, *carried, rescaled=rescaled)
     for file in ("operative_config", "git_commit"):
-        if (there := getattr(run, file)).is_file():
-            shutil.copyfile(there, getattr(folder, file))
+        if (path := getattr(run, file)).is_file():
+            shutil.copyfile(path, getattr(folder, file))
 
 
 def _on_cpu(run: RunFolder) -> Tree:

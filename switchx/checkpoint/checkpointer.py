@@ -202,8 +202,8 @@ class Checkpointer:
         named = numbers_of(metrics or {}).items()
         finite = {name: value for name, value in named if math.isfinite(value)}
         retention = self._retention
-        about = {"metric": retention.best_metric, "mode": retention.mode}
-        self._saving = Manifest(step, score, finite, **about if score is not None else {})
+        best_by = {"metric": retention.best_metric, "mode": retention.mode}
+        self._saving = Manifest(step, score, finite, **best_by if score is not None else {})
         with self.meter.beginning():
             # NumPy leaves are copied: their owner may write to them while Orbax reads.
             items = jax.tree.map(
@@ -217,8 +217,8 @@ class Checkpointer:
                 try:
                     self._experts.save(self._saved_experts(step))
                 except (OSError, ValueError) as error:  # no space, or a damaged record
-                    said = getattr(error, "strerror", None) or str(error)
-                    raise self._save_error(said) from error
+                    reason = getattr(error, "strerror", None) or str(error)
+                    raise self._save_error(reason) from error
                 # Process 0 moves the parts of all into the checkpoint.
                 multihost_utils.sync_global_devices("switchx_experts_saved")
             if score is not None:

@@ -96,8 +96,8 @@ class LocalCopies:
         """
         self.wait()
         begun, arrays = time.monotonic(), _on_host(state)
-        about = {"run": self._run, "step": step, "data": encode_data_state(data_state)}
-        self._writing = self._pool.submit(self._write, step, arrays, about, begun)
+        header = {"run": self._run, "step": step, "data": encode_data_state(data_state)}
+        self._writing = self._pool.submit(self._write, step, arrays, header, begun)
 
     def wait(self) -> None:
         """Returns when the copy that is being written is on the disk, or could not be."""
@@ -175,12 +175,12 @@ class LocalCopies:
         if leaves.keys() != arrays.keys():
             return "it has other arrays"
         for name, leaf in leaves.items():
-            there = {_key(bounds) for bounds, _, _ in arrays[name]["parts"]}
-            if arrays[name]["dtype"] != str(leaf.dtype) or not there >= _wanted(leaf):
+            held = {_key(bounds) for bounds, _, _ in arrays[name]["parts"]}
+            if arrays[name]["dtype"] != str(leaf.dtype) or not held >= _wanted(leaf):
                 return f"its array {name} is of another shape, dtype or mesh"
         return next(damages(folder, content["files"], None), None)
 
-    def _write(self, step: int, arrays: dict, about: dict, begun: float) -> None:
+    def _write(self, step: int, arrays: dict, header: dict, begun: float) -> None:
         folder = self._folder / str(step)
         shutil.rmtree(folder, ignore_errors=True)
         with new_folder(folder) as partial:
@@ -195,7 +195,7 @@ class LocalCopies:
                 num_bytes = file.tell()
                 file.flush()
                 os.fsync(file.fileno())
-            content, known = about | {"arrays": described}, {_ARRAYS: [num_bytes, None]}
+            content, known = header | {"arrays": described}, {_ARRAYS: [num_bytes, None]}
             write_manifest(partial, _MANIFEST, content, _CHECKSUM, known=known)
         kept = self._steps()[-_KEPT:]
         self.forget(lambda each: each not in kept)

@@ -85,7 +85,7 @@ def numbers_of(metrics: dict[str, Any]) -> dict[str, float]:
     return numbers
 
 
-def write_manifest(folder: Folder, about: Manifest) -> None:
+def write_manifest(folder: Folder, manifest: Manifest) -> None:
     """Joins what the processes listed, and names and sizes of the files that none has listed.
 
     These files are flushed to the disk, as the processes did with their own. Only the lists are
@@ -94,7 +94,7 @@ def write_manifest(folder: Folder, about: Manifest) -> None:
     Raises:
         ValueError: a process left no list, or a damaged one.
     """
-    content = dataclasses.asdict(about)
+    content = dataclasses.asdict(manifest)
     known: dict[str, list[int | None]] = {}
     for item in items_of(folder):
         _, listed = read_lists(folder / item)
@@ -127,12 +127,12 @@ def read_manifest(folder: Folder) -> Manifest:
     # A later version may write more.
     names = [field.name for field in dataclasses.fields(Manifest) if field.name in content]
     try:
-        about = Manifest(**{name: content[name] for name in names})
+        manifest = Manifest(**{name: content[name] for name in names})
     except TypeError:
         raise ValueError(f"its {MANIFEST} is damaged") from None
-    if str(about.step) != folder.name:
-        raise ValueError(f"its {MANIFEST} is of step {about.step}")
-    return about
+    if str(manifest.step) != folder.name:
+        raise ValueError(f"its {MANIFEST} is of step {manifest.step}")
+    return manifest
 
 
 def damages(folder: Folder, *, must_be_read: bool = False) -> Iterator[str]:

@@ -316,16 +316,16 @@ def description_faults(item: Folder, stored: dict[str, Any]) -> list[str]:
     listed, _ = read_lists(item)
     if not listed:
         return []
-    said = {
+    actual = {
         name: f"{_stored(leaf).dtype}{list(_stored(leaf).shape)}"
         for name, leaf in stored.items()
     }
     wanted = {name: f"{each.dtype}{list(each.shape)}" for name, each in listed.items()}
     return [
-        f"its array {item.name}/{name} is {said.get(name, 'missing')}, and was saved as "
+        f"its array {item.name}/{name} is {actual.get(name, 'missing')}, and was saved as "
         f"{wanted.get(name, 'nothing')}"
-        for name in sorted(said.keys() | wanted.keys())
-        if said.get(name) != wanted.get(name)
+        for name in sorted(actual.keys() | wanted.keys())
+        if actual.get(name) != wanted.get(name)
     ]
 
 

@@ -187,10 +187,10 @@ class RunFolder:
     def _remove_unused(self, is_new: bool) -> None:
         """Removes the lock, and the folder of checkpoints, where nothing else was written; and
         the folder itself, if it is new."""
-        there = {each.name for each in self.root.glob("*")}
-        if there <= {"checkpoints", self.lock_file.name}:
+        names = {each.name for each in self.root.glob("*")}
+        if names <= {"checkpoints", self.lock_file.name}:
             with contextlib.suppress(OSError):  # there is a checkpoint
-                if "checkpoints" in there:
+                if "checkpoints" in names:
                     self.checkpoints.rmdir()
                 self.lock_file.unlink()
                 if is_new:

@@ -216,8 +216,8 @@ def _steps_to_verify(run, step: int | None) -> list[int]:
     if step is None:
         return steps
     if step not in steps:
-        there = ", ".join(map(str, steps))
-        raise ValueError(f"{run.where} has no checkpoint {step}, but {there}")
+        available = ", ".join(map(str, steps))
+        raise ValueError(f"{run.where} has no checkpoint {step}, but {available}")
     return [step]
 
 

@@ -74,11 +74,11 @@ def _status(returncode: int) -> int:
     if returncode >= 0:
         return returncode
     name = signal.Signals(-returncode).name
-    said = f"the process that compiled was ended by {name}"
+    text = f"the process that compiled was ended by {name}"
     if name == "SIGKILL":
-        said += (
+        text += (
             ", as the system does when memory runs out; compile where more is free, or with "
             "ModelConfig.scan_layers=True, which makes the program smaller"
         )
-    print(f"switchx compile: {said}", file=sys.stderr)
+    print(f"switchx compile: {text}", file=sys.stderr)
     return 1

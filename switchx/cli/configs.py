@@ -61,12 +61,12 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"no gin file that ships fits {arguments.pattern!r}; {hint}")
     if arguments.copy is not None:
         return _copy(root, found, arguments)
-    about = {f"configs/{name}": _first_sentence(root / name) for name in found}
+    sentences = {f"configs/{name}": _first_sentence(root / name) for name in found}
     if arguments.json:
-        print(json_text(about, ensure_ascii=False))
+        print(json_text(sentences, ensure_ascii=False))
         return 0
-    width = max(map(len, about))
-    for name, sentence in about.items():
+    width = max(map(len, sentences))
+    for name, sentence in sentences.items():
         print(f"{name:<{width}}  {sentence}")
     return 0
 

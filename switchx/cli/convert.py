@@ -171,8 +171,8 @@ def _write_read(arguments: argparse.Namespace, reporter, checkpoint) -> None:
     file = arguments.vocabulary or (
         "bytes" if checkpoint.is_of_bytes else checkpoint.vocabulary
     )
-    of = checkpoint.special_ids, checkpoint.decoding, checkpoint.ids, checkpoint.rescaled
-    _write(arguments, reporter, checkpoint.config, checkpoint.params, file, *of)
+    settings = checkpoint.special_ids, checkpoint.decoding, checkpoint.ids, checkpoint.rescaled
+    _write(arguments, reporter, checkpoint.config, checkpoint.params, file, *settings)
 
 
 def _from_t5x(arguments: argparse.Namespace, reporter) -> None:
@@ -250,8 +250,8 @@ def _write(
         folder = stack.enter_context(new_folder(arguments.dst))
         origin = f"{arguments.source}: {pathlib.Path(arguments.src).name}"
         run = RunFolder(folder)
-        of = {"decoding": decoding, "rescaled": rescaled}
-        write_converted(run, config, params, vocabulary, origin, **of)
+        settings = {"decoding": decoding, "rescaled": rescaled}
+        write_converted(run, config, params, vocabulary, origin, **settings)
         run.model_gin.write_text(model_gin(config), encoding="utf-8")
     print(f"{arguments.dst}: {num_elements(params):,} parameters; open it with switchx.load")
 
@@ -393,11 +393,11 @@ def _from_peft(arguments: argparse.Namespace, reporter) -> None:
             f"{origin!r}: only the same weights make the model that was trained"
         )
     source = about_base.get("source")
-    about = f"peft: {pathlib.Path(arguments.src).name}", source, run_folder.read_decoding(base)
+    rest = f"peft: {pathlib.Path(arguments.src).name}", source, run_folder.read_decoding(base)
     shapes = abstract_adapters(abstract_params(config), spec)
     with new_folder(arguments.dst) as folder:
         run = run_folder.RunFolder(folder)
-        written = config, adapters, vocabulary, *about
+        written = config, adapters, vocabulary, *rest
         run_folder.write_converted(run, *written, shapes=shapes)
         AdapterRecord(spec, checkpoint_fingerprint(base, step, vocabulary)).write(run)
     print(f"{arguments.dst}: adapters beside {base.path}; open it with switchx.load")

@@ -103,9 +103,9 @@ def _scored(arguments: argparse.Namespace, folder: pathlib.Path):
         words += [f"--step={arguments.steps[i]}"] if arguments.steps else []
         generate.run_score(parser.parse_args(["score", *words]))
         lines = scores.read_text(encoding="utf-8").splitlines()
-        said = (value for line in lines for value in json.loads(line)["token_logprobs"])
+        values = (value for line in lines for value in json.loads(line)["token_logprobs"])
         # A first token that nothing stands before has none.
-        logprobs.append(np.array([value for value in said if value is not None]))
+        logprobs.append(np.array([value for value in values if value is not None]))
     return records, logprobs
 
 

@@ -191,7 +191,7 @@ def _rows(drops, factor: float, model) -> list[dict[str, Any]]:
     """JSON rows of all layers together and of each; shares are of choices."""
     router, capacities = drops.setting.switch.router, drops.capacities(factor)
     slots = drops.slots_per_token(factor)
-    about = {
+    setting = {
         "rule": drops.setting.rule,
         "group_sizes": list(capacities),
         "num_selected": router.num_selected,
@@ -206,8 +206,8 @@ def _rows(drops, factor: float, model) -> list[dict[str, Any]]:
     whole["balanced_random_share"] = drops.balanced_share(factor)
     shares = zip(drops.layers, drops.share_N(factor).tolist(), strict=True)
     return [
-        {"layer": "all"} | about | whole,
-        *({"layer": name} | about | {"dropped_share": share} for name, share in shares),
+        {"layer": "all"} | setting | whole,
+        *({"layer": name} | setting | {"dropped_share": share} for name, share in shares),
     ]
 
 

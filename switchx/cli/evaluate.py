@@ -279,12 +279,12 @@ def rows_of_texts(texts: dict[str, Any]) -> list[tuple[str, str, str]]:
             score = "none" if each["score"] is None else f"{each['score']:.2f}"
             rows.append((f"{name}: {each['name']}", score, interval or each["note"] or ""))
     for name, values in texts["tasks"].items():
-        for key, said in (
+        for key, label in (
             ("inputs_cut", "inputs cut to a row of training"),
             ("outputs_unfinished", "outputs cut off"),
         ):
             if values[key]:
-                rows.append((f"{name}: {said}", f"{values[key]:,}", ""))
+                rows.append((f"{name}: {label}", f"{values[key]:,}", ""))
     return rows
 
 

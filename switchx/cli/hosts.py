@@ -94,19 +94,19 @@ def _launched() -> Processes | None:
     # JAX exports its detection as a part of `jax.distributed.initialize` alone.
     from jax._src.clusters import ClusterEnv, K8sCluster
 
-    said = os.environ
+    env = os.environ
     try:
-        if address := said.get("JAX_COORDINATOR_ADDRESS"):
-            index = "JAX_PROCESS_ID" if "JAX_PROCESS_ID" in said else "JOB_COMPLETION_INDEX"
-            return Processes(address, int(said["JAX_NUM_PROCESSES"]), int(said[index]))
+        if address := env.get("JAX_COORDINATOR_ADDRESS"):
+            index = "JAX_PROCESS_ID" if "JAX_PROCESS_ID" in env else "JOB_COMPLETION_INDEX"
+            return Processes(address, int(env["JAX_NUM_PROCESSES"]), int(env[index]))
         for cluster in ClusterEnv._cluster_types:
             # JAX would ask the API server about any pod, and fail where it is of no such Job.
-            is_no_job = cluster is K8sCluster and "JOB_COMPLETION_INDEX" not in said
+            is_no_job = cluster is K8sCluster and "JOB_COMPLETION_INDEX" not in env
             if cluster.opt_in_only_method or is_no_job or not cluster.is_env_present():
                 continue
             if (count := cluster.get_process_count()) == 1:
                 return None
-            address = cluster.get_coordinator_address(60, said.get("JAX_COORDINATOR_PORT"))
+            address = cluster.get_coordinator_address(60, env.get("JAX_COORDINATOR_PORT"))
             return Processes(address, count, cluster.get_process_id())
     except (KeyError, ValueError, TypeError, RuntimeError, OSError) as error:
         raise ValueError(
@@ -139,7 +139,7 @@ def statement(
     if not is_address(target):
         target = os.path.abspath(os.path.expanduser(target))
     own = ("data_dir", "prefetch", "storage.path", "storage.host_bytes")
-    said = {
+    facts = {
         name: each
         for name, each in flat_description(job).items()
         if name not in own and name.split(".")[0] not in own
@@ -151,7 +151,7 @@ def statement(
         for task, split in splits_read(job.source)
     }
     return (
-        said
+        facts
         | corpora
         | {
             "vocabulary": job.vocabulary.fingerprint(),

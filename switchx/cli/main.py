@@ -107,12 +107,12 @@ def _interrupted_by_sigterm() -> Iterator[None]:
     Training, and a server that listens, have ways of their own to end.
     """
     is_main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler) if is_main else None
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler) if is_main else None
     try:
         yield
     finally:
         if is_main:
-            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, previous or signal.SIG_DFL)
 
 
 def _parser() -> CommandParser:

@@ -137,9 +137,9 @@ def _with_load(workload, folder: str | None):
     switch = workload.model.switch
     history = read_history(RunFolder(folder).metrics)
     if switch is None or switch.num_experts != history.num_experts:
-        there = "a dense model" if switch is None else f"a model of {switch.num_experts}"
+        model = "a dense model" if switch is None else f"a model of {switch.num_experts}"
         raise ValueError(
-            f"--load_of={folder}, a run of {history.num_experts} experts a layer, and {there}; "
+            f"--load_of={folder}, a run of {history.num_experts} experts a layer, and {model}; "
             "give a run of the same number, or leave it out"
         )
     imbalance = measured_imbalance(history.load[-1], switch.num_replicas)
@@ -402,8 +402,8 @@ def print_tiers(rows: list[dict[str, Any]], storage) -> None:
         cells = [num_bytes(each[key]) if each.get(key) else "" for key in columns.values()]
         hides = each["copies_hide"] if each.get("to_device_bytes") else None
         step = seconds(each["step_s"]) if "step_s" in each else ""
-        said = yes_or_no[hides], step, yes_or_no[each.get("fits")]
-        table.add_row(each["experts_in"], *cells, *said)
+        verdicts = yes_or_no[hides], step, yes_or_no[each.get("fits")]
+        table.add_row(each["experts_in"], *cells, *verdicts)
     console.print(table)
     for each in rows:
         if each.get("reason"):

@@ -73,12 +73,12 @@ def run(arguments: argparse.Namespace) -> int:
         dtype=arguments.dtype,
         rest=arguments.rest,
     )
-    about = _provenance(arguments, model)
-    num_bytes = write_artifact(output, config, params, about, model.save_vocabulary)
+    provenance = _provenance(arguments, model)
+    num_bytes = write_artifact(output, config, params, provenance, model.save_vocabulary)
     report = {
         "command": "quantize",
         "output": str(output),
-        "about": about,
+        "about": provenance,
         "share_of_expert_bytes_quantized": sizes.quantized / sizes.experts,
         "share_of_bytes_in_experts": sizes.experts / sizes.before,
         "bytes_before": sizes.before,

@@ -142,12 +142,12 @@ def _reshape(arguments: argparse.Namespace, reporter) -> tuple[list[dict[str, An
     reshaped = dataclasses.replace(model, config=found.config, params=found.params)
     rows.append(_row("after", reshaped, text))
     path = folder.checkpoints / str(model.step)
-    state, about = reshaped_state(path, job.transformation, config, found)
+    state, note = reshaped_state(path, job.transformation, config, found)
     if "average" in items_of(path):
-        about += "; the moving average of the parameters stays behind"
+        note += "; the moving average of the parameters stays behind"
     _write(arguments, model, found, state)
     change = rows[1]["loss_nats"] - rows[0]["loss_nats"]
-    return rows, f"{description}; loss {change:+.5f} nats per token; {about}"
+    return rows, f"{description}; loss {change:+.5f} nats per token; {note}"
 
 
 def _changed(arguments: argparse.Namespace, made, model, text, reporter):

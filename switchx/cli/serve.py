@@ -158,16 +158,16 @@ def _serve(arguments: argparse.Namespace, token: str | None, reporter) -> int:
     return _leave([*threads, reloader], 0 if is_all_answered else 1)
 
 
-def _service(model, *about):
+def _service(model, *settings):
     """A service that first compiles what the model's last one was asked for."""
     from switchx.serving.asked_shapes import history_of, read_shapes
     from switchx.serving.requests import fault_of_experts
     from switchx.serving.service import Service
 
-    asked_before = read_shapes(history_of(model.fingerprint), about[0])
+    asked_before = read_shapes(history_of(model.fingerprint), settings[0])
     if fault_of_experts(model) is not None:  # as on a mesh, where the last one was not
         asked_before = [shape for shape in asked_before if not shape.is_recorded]
-    return Service(model, *about, asked_before=asked_before)
+    return Service(model, *settings, asked_before=asked_before)
 
 
 def _loaded(name: str, folder, reporter):
@@ -255,7 +255,7 @@ def access_log(file: str | None):
         ValueError: the file cannot be written.
     """
     log = logging.getLogger("switchx.access")
-    before, handler = log.level, logging.NullHandler()
+    level, handler = log.level, logging.NullHandler()
     try:
         if file == "-":
             handler = logging.StreamHandler(sys.stdout)
@@ -272,7 +272,7 @@ def access_log(file: str | None):
     finally:
         log.removeHandler(handler)
         log.propagate = True
-        log.setLevel(before)
+        log.setLevel(level)
         handler.close()
 
 

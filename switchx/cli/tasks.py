@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     record = records[arguments.example]
     target = target_of(record)
-    about = {
+    description = {
         "task": task.name,
         "split": split,
         "examples": len(records),
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
             for each in records.accounts
         ],
     }
-    _print(about, arguments.json)
+    _print(description, arguments.json)
     return 0
 
 
@@ -98,11 +98,11 @@ def _task(arguments: argparse.Namespace):
     return template_task(corpus, ByteVocabulary())
 
 
-def _print(about: dict, is_json: bool) -> None:
+def _print(description: dict, is_json: bool) -> None:
     if is_json:
-        print(json_text(about, ensure_ascii=False))
+        print(json_text(description, ensure_ascii=False))
         return
-    for name, value in about.items():
+    for name, value in description.items():
         text = "; ".join(value) if isinstance(value, list) else str(value)
         if text:
             print(f"{name:<9}{text}")

@@ -66,8 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
     output = str(pathlib.Path(arguments.output).expanduser().absolute())
     report = {"command": "teach", "output": output, "batches": job.train_steps}
     report |= {"top": arguments.top, "bytes_of_files": num_bytes}
-    said = f"{output}: {job.train_steps} batches, {num_bytes:,} bytes"
-    print(json_text(report) if arguments.json else said)
+    text = f"{output}: {job.train_steps} batches, {num_bytes:,} bytes"
+    print(json_text(report) if arguments.json else text)
     return 0
 
 

@@ -66,10 +66,10 @@ def run(arguments: argparse.Namespace) -> int:
     if (rates := _rates(arguments)) is None:
         inputs = [name for names in inputs for name in names]
     columns = arguments.text_column and (arguments.text_column,)
-    there = pathlib.Path(arguments.output, MODEL_FILE).expanduser()
+    target = pathlib.Path(arguments.output, MODEL_FILE).expanduser()
     require(
-        not there.exists(),
-        f"{there} is there, and runs may read it; give another --output, or remove it",
+        not target.exists(),
+        f"{target} is there, and runs may read it; give another --output, or remove it",
     )
     path, num_pieces, num_characters, ratio = train_sentencepiece(
         inputs, arguments.size, arguments.output, arguments.sample_characters, rates, columns

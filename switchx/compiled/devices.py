@@ -102,18 +102,18 @@ def require_mesh_fits(mesh: MeshSpec, topology: Topology) -> None:
     Raises:
         ValueError: the mesh does not; the message names slices and meshes that go together.
     """
-    there = topology.num_devices
-    needed = mesh.num_devices(there)
-    if needed == there:
+    available = topology.num_devices
+    needed = mesh.num_devices(available)
+    if needed == available:
         return
     others = mesh.num_devices(1)
     slices = topology.with_devices(needed) or topology.with_devices(others)
     ways = [f"--topology={slices[0]}"] if slices else []
-    if there % others == 0:
+    if available % others == 0:
         ways.append("leave MeshSpec.data out, which then takes the devices that are left")
     else:
-        ways.append(f"axes whose product divides {there}")
+        ways.append(f"axes whose product divides {available}")
     raise ValueError(
-        f"mesh {mesh} needs {needed} devices, but {topology} has {there}; use "
+        f"mesh {mesh} needs {needed} devices, but {topology} has {available}; use "
         f"{', or '.join(ways)}"
     )

@@ -51,8 +51,8 @@ def matrix_flops(
 
     def own(each: Instruction) -> Counter | None:
         flops = product_flops(each)
-        if not flops and each.opcode == "custom-call" and (said := _KERNEL.search(each.rest)):
-            flops = int(said[1]) * kernel_share
+        if not flops and each.opcode == "custom-call" and (match := _KERNEL.search(each.rest)):
+            flops = int(match[1]) * kernel_share
         return Counter(outside=flops) if flops else None
 
     def of_data_loop(turn: Counter) -> Counter:

@@ -151,10 +151,10 @@ def _storage_checks(host: HostMemory | None) -> list[Check]:
 def way_out(step: CompiledStep) -> str:
     """Says where a step that does not fit could, by the size of its arguments."""
     total = step.memory.arguments * step.devices
-    said = f"too large by {in_gib(step.memory.excess)} GiB a device"
+    over = f"too large by {in_gib(step.memory.excess)} GiB a device"
     if step.memory.arguments <= step.memory.limit:
         return (
-            f"{said}, of temporaries: use ModelConfig.remat='full', more microbatches, or more "
+            f"{over}, of temporaries: use ModelConfig.remat='full', more microbatches, or more "
             "devices"
         )
     fitting = [
@@ -165,10 +165,10 @@ def way_out(step: CompiledStep) -> str:
     ]
     if not fitting:
         return (
-            f"{said}, of arguments alone: {in_gib(total)} GiB of arguments fit no slice there "
+            f"{over}, of arguments alone: {in_gib(total)} GiB of arguments fit no slice there "
             "is; use fewer experts, or split what this mesh replicates"
         )
-    return f"{said}, of arguments alone: split them over more devices ({', '.join(fitting)})"
+    return f"{over}, of arguments alone: split them over more devices ({', '.join(fitting)})"
 
 
 def print_tables(report: Report) -> None:

@@ -347,13 +347,13 @@ def _compile(
                 text = compiled.hlo_modules()[0].to_string()
         except jax.errors.JaxRuntimeError as error:
             if not (found := memory_in_refusal(str(error))):
-                said = f"the compiler refuses this step: {str(error).strip()[:600]}"
-                if "agged all-to-all" in said:
-                    said += (
+                message = f"the compiler refuses this step: {str(error).strip()[:600]}"
+                if "agged all-to-all" in message:
+                    message += (
                         "; groups that devices share travel by one, so use a "
                         "SwitchConfig.group_size that gives each device whole groups"
                     )
-                raise RuntimeError(said) from error
+                raise RuntimeError(message) from error
             used, limit = found
             temporaries = max(0, used - memory.arguments)
             return Memory(memory.arguments, temporaries, used, limit), None, 0

@@ -134,8 +134,8 @@ class BpeVocabulary(OwnIds):
         if name is None or token_id in self.silent_ids or token_id in self._special:
             return Piece(UNKNOWN if name is None else name, "control")
         # Behind a letter, as decoders cut the space that a text begins with.
-        before = self.encode("a")
-        text = self.decode([*before, token_id])[len(self.decode(before)) :]
+        context = self.encode("a")
+        text = self.decode([*context, token_id])[len(self.decode(context)) :]
         return Piece(name, "byte") if _HALF in text else Piece(text, "text")
 
     def fingerprint(self) -> str:
@@ -342,15 +342,15 @@ def _start_id(tokenizer, where: str) -> int | None:
     `add_bos_token` of a folder with a `tokenizer.json`."""
     plain = tokenizer.encode("a", add_special_tokens=False).ids
     whole = tokenizer.encode("a", add_special_tokens=True).ids
-    before = next(
+    leading = next(
         (whole[:i] for i in range(len(whole)) if whole[i : i + len(plain)] == plain), []
     )
     require(
-        len(before) <= 1,
-        f"{where}: {TOKENIZER_FILE} puts the tokens {before[:8]} before a text, expected one "
+        len(leading) <= 1,
+        f"{where}: {TOKENIZER_FILE} puts the tokens {leading[:8]} before a text, expected one "
         "at most; change its post_processor",
     )
-    return before[0] if before else None
+    return leading[0] if leading else None
 
 
 def _values(file: Path) -> dict[str, Any]:

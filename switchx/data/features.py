@@ -159,9 +159,9 @@ class DecoderOnlyFeatures:
         batch["decoder_prefix_mask"] = is_seen_BL.astype(np.int32)
         return batch
 
-    def _per_token(self, rows: Rows, of: Callable[[Example], int]) -> np.ndarray:
+    def _per_token(self, rows: Rows, value: Callable[[Example], int]) -> np.ndarray:
         """A number of each example at all of its positions, [B, length]."""
-        numbers = [[np.full(sum(self.size(each)), of(each)) for each in row] for row in rows]
+        numbers = [[np.full(sum(self.size(each)), value(each)) for each in row] for row in rows]
         return _lay_out(numbers, self.length)[0]
 
 

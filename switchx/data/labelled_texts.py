@@ -78,7 +78,7 @@ def read_labelled_texts(
     names = _labels_of_files(list(found.files)) if label_column is None else {}
     texts, targets, labels, tally = [], [], [], collections.Counter()
     for file in found.files:
-        before = len(texts)
+        num_before = len(texts)
         for place, row in _rows(file, columns, text_column, tally):
             text = _text(row, text_column, place)
             target = "" if target_column is None else _text(row, target_column, place)
@@ -89,7 +89,7 @@ def read_labelled_texts(
             targets.append(target)
             labels.append(names.get(file) or _label(row, label_column, place))
         require(
-            len(texts) > before,
+            len(texts) > num_before,
             f"{file} holds no text; add some, or leave the file out",
         )
     index = {label: number for number, label in enumerate(dict.fromkeys(labels))}

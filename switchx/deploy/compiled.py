@@ -68,10 +68,10 @@ def compile_programs(
     except FileNotFoundError:
         return None
     if done.returncode:
-        said = re.findall(r"^[\w.]+Error: .*", done.stderr, re.MULTILINE) or ["", done.stderr]
+        errors = re.findall(r"^[\w.]+Error: .*", done.stderr, re.MULTILINE) or ["", done.stderr]
         raise RuntimeError(
             f"the compiler for {topology} refuses the programs of {folder.name}: "
-            f"{said[-1].strip()[-600:]}; use another --device_kind, --mesh or --bits"
+            f"{errors[-1].strip()[-600:]}; use another --device_kind, --mesh or --bits"
         )
     return json.loads(done.stdout.splitlines()[-1])
 

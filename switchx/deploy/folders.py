@@ -116,14 +116,14 @@ def steps_done_twice(folder: str | os.PathLike) -> int:
     Steps that were removed in between, since a setting or a byte before them had changed, do
     not count.
     """
-    twice, there = 0, {}
+    twice, made = 0, {}
     for entry in _entries(pathlib.Path(folder).expanduser() / LOG):
         if entry.get("event") == "done":
             key = entry["made_of"], entry["settings"]
-            twice += there.get(entry["step"]) == key
-            there[entry["step"]] = key
+            twice += made.get(entry["step"]) == key
+            made[entry["step"]] = key
         elif entry.get("event") == "removed":
-            there.pop(entry["step"], None)
+            made.pop(entry["step"], None)
     return twice
 
 

@@ -94,10 +94,10 @@ class Deployment:
         )
         self.plan, self.described, self.rebuild, self.job = plan, described, rebuild, job
         self._text = functools.cache(text)
-        self._note: Callable[[str], None] = lambda said: None
+        self._note: Callable[[str], None] = lambda line: None
 
     def run(
-        self, output: str | os.PathLike, note: Callable[[str], None] = lambda said: None
+        self, output: str | os.PathLike, note: Callable[[str], None] = lambda text: None
     ) -> list[FinishedStep]:
         """Makes what is missing of the folder; see `folders.run_steps`."""
         self._note = note
@@ -187,8 +187,8 @@ class Deployment:
         if self.plan.settings.dtype is not None:
             model = dataclasses.replace(model, config=config, params=params)
         expected = written_by(model, self._text(), self.plan.decoding).tokens
-        about = self._about(model, bits=None)
-        write_artifact(folder, config, params, about, model.save_vocabulary)
+        provenance = self._about(model, bits=None)
+        write_artifact(folder, config, params, provenance, model.save_vocabulary)
         return self._measured(folder, api.load(folder), expected)
 
     def _segment(self, made: dict[str, FinishedStep], folder: pathlib.Path) -> dict[str, Any]:
@@ -234,11 +234,11 @@ class Deployment:
         return measured | {"experts_are": where, "because": self.plan.because}
 
     def _deploy(self, made: dict[str, FinishedStep], folder: pathlib.Path) -> dict[str, Any]:
-        before = made["optimize"]
-        for path in before.path.iterdir():
+        optimized = made["optimize"]
+        for path in optimized.path.iterdir():
             if path.name != MANIFEST:
                 _link(path, folder / path.name)
-        expected = before.measured["expected"]
+        expected = optimized.measured["expected"]
         measured = self._measured_export(folder, expected)
         served = api.load(folder)
         found = written_by(served, self._text(), self.plan.decoding).tokens
@@ -252,9 +252,9 @@ class Deployment:
         vocabulary = model.vocabulary or TokenIdVocabulary(config.vocab_size)
         origin = f"switchx deploy: {self.plan.source['model_dir']}, checkpoint {self.plan.step}"
         source = read_config(self.plan.run_folder).get("source")
-        run, about = RunFolder(folder), (vocabulary, origin, source, model.decoding)
+        run, carried = RunFolder(folder), (vocabulary, origin, source, model.decoding)
         rescaled = read_rescaled(self.plan.run_folder)
-        write_converted(run, config, params, *about, rescaled=rescaled)
+        write_converted(run, config, params, *carried, rescaled=rescaled)
         run.model_gin.write_text(model_gin(config), encoding="utf-8")
 
     def _export(
@@ -268,7 +268,7 @@ class Deployment:
         ring_slots: int | None = None,
     ) -> None:
         shapes = Shapes(self.plan.settings.batch_size, self.plan.settings.input_length)
-        about = self._about(model, self.plan.settings.bits) | {
+        provenance = self._about(model, self.plan.settings.bits) | {
             "rebuild": self.rebuild,
             "fingerprint": model.fingerprint,
         }
@@ -279,7 +279,7 @@ class Deployment:
             self.plan.decoding,
             shapes,
             targets,
-            about,
+            provenance,
             add_files,
             ring_slots=ring_slots,
         )

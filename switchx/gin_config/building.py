@@ -304,13 +304,14 @@ def _type_message(name: str, value, hint) -> str:
             f"{name} is the class {value.__name__} itself; expected {expected}: write "
             f"@{value.__name__}() with parentheses to build one"
         )
-    said = f"{name}={value!r} is of type {type(value).__name__}; expected {expected}"
+    error = f"{name}={value!r} is of type {type(value).__name__}; expected {expected}"
     if fits("", hint) and isinstance(value, int | float):
         macros = sorted(gin_internals.macros().items())
-        of = [n for n, held in macros if type(held) is type(value) and held == value] or [name]
+        alike = (n for n, held in macros if type(held) is type(value) and held == value)
         text = "TEXT" if isinstance(value, float) else value  # 1e5 is 100000.0
-        said += f": a text that reads as a number needs quotes, --gin.{of[0]}='\"{text}\"'"
-    return said
+        flag = f"--gin.{next(alike, name)}='\"{text}\"'"
+        error += f": a text that reads as a number needs quotes, {flag}"
+    return error
 
 
 @contextlib.contextmanager

@@ -58,7 +58,7 @@ require_names()
 def restored() -> Iterator[None]:
     """Gin's configuration, registry and readers of files are at the end what they were."""
     held = {name: getattr(gin.config, name) for name in _TABLES}
-    before = {name: copy.copy(table) for name, table in held.items()}
+    copies = {name: copy.copy(table) for name, table in held.items()}
     known, is_locked = registered().keys(), gin.config_is_locked()
     try:
         yield
@@ -66,7 +66,7 @@ def restored() -> Iterator[None]:
         # In place: gin's functions hold these very containers.
         for name, table in held.items():
             table.clear()
-            (table.extend if isinstance(table, list) else table.update)(before[name])
+            (table.extend if isinstance(table, list) else table.update)(copies[name])
         for selector in registered().keys() - known:
             gin.config._REGISTRY.pop(selector)
         gin.config._set_config_is_locked(is_locked)

@@ -87,13 +87,13 @@ def require_model_of_source(model: ModelConfig, bindings: Sequence[str]) -> None
     if "INIT_FROM" not in map(name_of, bindings) or _has_rules():
         return
     source = _macro("INIT_FROM")
-    there = None if source is None else _model_of(source)
-    if there is None:
+    source_model = None if source is None else _model_of(source)
+    if source_model is None:
         if source is not None:
             _log.warning("INIT_FROM=%r has no model; that of the gin files counts", source)
         return
     found = []
-    for difference in differences(describe(there), model, "evaluation", "model"):
+    for difference in differences(describe(source_model), model, "evaluation", "model"):
         field = difference.partition(":")[0].rpartition(".")[2]
         macro = next((_macro_of(v) for (_, n), v in _bound().items() if n == field), None)
         flags = [b for b in bindings if name_of(b).rpartition(".")[2] in (field, macro)]
@@ -143,10 +143,10 @@ def _bind_model(model: ModelConfig, source: str, *, is_whole: bool) -> None:
                 text = f"%{macro}"
             lines.append(f"config.{cls}.{field} = {text}")
         elif is_whole and not may_differ:
-            before = here if macro is None else _macro(macro, object)
-            is_other = not isinstance(value, type(None)) and before != value
+            current = here if macro is None else _macro(macro, object)
+            is_other = not isinstance(value, type(None)) and current != value
             if is_other and not dataclasses.is_dataclass(value):
-                replaced.append(f"{cls}.{field}={value!r} for {before!r}")
+                replaced.append(f"{cls}.{field}={value!r} for {current!r}")
             name = macro or f"config.{cls}.{field}"
             lines.append(f"{name} = {text}")
     gin.parse_config(_IMPORTS + "\n".join(lines))
@@ -219,8 +219,8 @@ def _macro(name: str, kind=str):
 def _macro_of(value) -> str | None:
     """NAME of a value `%NAME`."""
     selector = getattr(value, "scoped_selector", "")
-    name, _, of = selector.rpartition("/")
-    return name if of == "gin.macro" else None
+    name, _, configurable = selector.rpartition("/")
+    return name if configurable == "gin.macro" else None
 
 
 def name_of(binding: str) -> str:

@@ -208,8 +208,8 @@ def hardware_of(device_kind: str) -> Hardware:
         kind for kind in _KINDS if device_kind == kind or device_kind.startswith(f"{kind}-")
     ]
     found = load_hardware(_KINDS[named[0]]) if named else None
-    said = re.search(r"-(\d+)GB", device_kind)  # of a card that is there in two sizes
-    if found is None or (said and not _is_near(1e9 * int(said[1]), found.memory.num_bytes)):
+    size = re.search(r"-(\d+)GB", device_kind)  # of a card that is there in two sizes
+    if found is None or (size and not _is_near(1e9 * int(size[1]), found.memory.num_bytes)):
         raise ValueError(
             f"nothing says what a device {device_kind!r} can do; give --hardware=NAME, of "
             f"{', '.join(known_hardware())}, or a spec file FILE.toml"
@@ -284,7 +284,7 @@ _SHARES = ("efficiency", "usable")
 def _built(kind: type, values: Mapping[str, Any], prefix: str, problems: list[str]):
     """The dataclass, or None with a line in `problems` for everything that is wrong."""
     fields = {field.name: field for field in dataclasses.fields(kind)}
-    before, arguments = len(problems), {}
+    num_problems, arguments = len(problems), {}
     for name in values.keys() - fields.keys():
         problems.append(f"{prefix}{name} is unknown; there are {', '.join(fields)}")
     for name, field in fields.items():
@@ -304,7 +304,7 @@ def _built(kind: type, values: Mapping[str, Any], prefix: str, problems: list[st
             if problem := _wrong(name, value, field.type):
                 problems.append(f"{prefix}{name}={value!r}; expected {problem}")
             arguments[name] = value
-    return kind(**arguments) if len(problems) == before else None
+    return kind(**arguments) if len(problems) == num_problems else None
 
 
 def _wrong(name: str, value, expected) -> str | None:

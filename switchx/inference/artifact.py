@@ -174,8 +174,8 @@ def _read_manifest(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _writer(content: dict[str, Any]) -> str:
-    about = content.get("about")
-    return str(about.get("versions") if isinstance(about, dict) else None)[:200]
+    provenance = content.get("about")
+    return str(provenance.get("versions") if isinstance(provenance, dict) else None)[:200]
 
 
 def _check_form(content: dict[str, Any]) -> None:

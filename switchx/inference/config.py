@@ -200,21 +200,21 @@ class DecodingConfig:
         if self.prompt_lookup_num_tokens is not None:
             self._check_drafts(refuse)
 
-    def _listed(self, name: str, of: type) -> tuple:
+    def _listed(self, name: str, element: type) -> tuple:
         values = getattr(self, name)
         values = (values,) if isinstance(values, str) else values
-        kind = numbers.Integral if of is int else str
+        kind = numbers.Integral if element is int else str
         if not isinstance(values, list | tuple) or not all(
             isinstance(value, kind) and not isinstance(value, bool) and value != ""
             for value in values
         ):
-            what = "token ids" if of is int else "texts that are not empty"
+            what = "token ids" if element is int else "texts that are not empty"
             raise FieldError(self, name, f"use a list of {what}")
         try:
             require_characters(values, name)
         except ValueError as error:
             raise FieldError(self, name, str(error)) from None
-        return tuple(map(of, values))
+        return tuple(map(element, values))
 
     def _check_texts(self, refuse) -> None:
         """The settings of how an output begins and ends, and of how many there are."""

@@ -356,10 +356,10 @@ def _lowered(function, arguments, weights, target: Target, devices: ModelMesh):
 def _outputs(state: Decoding):
     """The state, and what it says so far."""
     token_BLT, score_BL = state.hypotheses.results(state.rows)
-    said = {"token_BLT": token_BLT, "score_BL": score_BL}
+    outputs = {"token_BLT": token_BLT, "score_BL": score_BL}
     if (log_probs := state.hypotheses.result_log_probs) is not None:
-        said |= vars(log_probs)
-    return tree.named_leaves(state), said | {"is_live_B": state.rows.is_live_B}
+        outputs |= vars(log_probs)
+    return tree.named_leaves(state), outputs | {"is_live_B": state.rows.is_live_B}
 
 
 def _inputs(config: ModelConfig, shapes: Shapes) -> dict[str, jax.ShapeDtypeStruct]:

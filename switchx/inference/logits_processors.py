@@ -212,5 +212,5 @@ def lengthened(token_BT, program: DecodingProgram, fill):
     """Texts `[..., T]` with places for `max_new_tokens`, if they have not more."""
     more = max(0, program.max_new_tokens - token_BT.shape[-1])
     widths = [(0, 0)] * (token_BT.ndim - 1) + [(0, more)]
-    of = np if isinstance(token_BT, np.ndarray) else jnp
-    return of.pad(token_BT, widths, constant_values=fill)
+    xp = np if isinstance(token_BT, np.ndarray) else jnp
+    return xp.pad(token_BT, widths, constant_values=fill)

@@ -51,10 +51,10 @@ class Drafted(Greedy):
             [jnp.where(is_token, ids, -1) for ids, is_token in texts if ids is not None], axis=1
         )
         B, M = read_BM.shape
-        said = Greedy.start(B, program)
+        base = Greedy.start(B, program)
         length_B = jnp.full(B, M)
         draft_BS = drafts(read_BM, length_B, program.num_drafts, program.pad_id)
-        return cls(**vars(said), read_BM=read_BM, first_BT=said.token_BT * 0, draft_BS=draft_BS)
+        return cls(**vars(base), read_BM=read_BM, first_BT=base.token_BT * 0, draft_BS=draft_BS)
 
     def with_drafts(self, token_B):
         """Tokens that the next step reads, `[B, L]`: each row's newest one, then its drafts."""

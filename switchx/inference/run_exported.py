@@ -86,11 +86,11 @@ class ExportedModel:
         how = {"compiler_options": self._programs.get("compiler_options")}  # of XLA
         self._prefill, step = jax.jit(self._program("prefill"), **how), self._program("step")
 
-        def steps(weights, state, said):
+        def steps(weights, state, found):
             return jax.lax.while_loop(
                 lambda last: jnp.any(last[1]["is_live_B"]),
                 lambda last: tuple(step(weights, last[0])),
-                (state, said),
+                (state, found),
             )
 
         # A step's state is not read again: its memory is the next one's.
@@ -137,25 +137,25 @@ class ExportedModel:
         at = {name: self._sharding(x) for name, x in self._programs["prefill"]["in"].items()}
         arrays = self._arrays(rows, first_number * self.num_samples, limit)
         begun = self._prefill(self._weights, jax.device_put(arrays, at))
-        said = jax.device_get(self._decoded(*begun))
+        found = jax.device_get(self._decoded(*begun))
         answers = [[] for _ in inputs]
-        for b, beam in np.argwhere(np.isfinite(said["score_BL"][: len(rows)])):  # were found
-            answers[b // self.num_samples].append(self._hypothesis(said, (b, beam), limit))
+        for b, beam in np.argwhere(np.isfinite(found["score_BL"][: len(rows)])):  # were found
+            answers[b // self.num_samples].append(self._hypothesis(found, (b, beam), limit))
         for number, each in enumerate(answers, first_number):
             if not each:
                 raise ValueError(f"input {number} has no answer whose score is a number")
         if self.manifest["decoding"].get("best_of") is not None:
-            answers = [sorted(each, key=lambda said: -said["score"]) for each in answers]
+            answers = [sorted(each, key=lambda found: -found["score"]) for each in answers]
         return answers
 
-    def _decoded(self, state: dict, said: dict) -> dict:
+    def _decoded(self, state: dict, found: dict) -> dict:
         """The outputs at the end; the host waits for these alone, not for each token."""
         if self.manifest["ring"] is None:
-            return self._loop(self._weights, state, said)[1]
+            return self._loop(self._weights, state, found)[1]
         # No back end has been seen to stream experts from host memory inside of a loop.
-        while np.any(said["is_live_B"]):
-            state, said = self._step(self._weights, state)
-        return said
+        while np.any(found["is_live_B"]):
+            state, found = self._step(self._weights, state)
+        return found
 
     def lowered_step(self):
         """The step for these devices, to be compiled: `.compile()` says what it takes."""
@@ -196,21 +196,21 @@ class ExportedModel:
         start_B1 = np.full((B, 1), decoding["start_id"], np.int32)
         return arrays | {"prompt_BP": start_B1, "is_prompt_BP": np.ones((B, 1), bool)}
 
-    def _hypothesis(self, said: dict, place: tuple[int, int], limit: int) -> dict:
-        token_T, decoding = said["token_BLT"][place][:limit], self.manifest["decoding"]
+    def _hypothesis(self, found: dict, place: tuple[int, int], limit: int) -> dict:
+        token_T, decoding = found["token_BLT"][place][:limit], self.manifest["decoding"]
         eos_ids = decoding["eos_id"], *decoding.get("other_eos_ids", ())
         ends = np.flatnonzero(np.isin(token_T, eos_ids))
         length = int(ends[0]) if len(ends) else len(token_T)
-        values = {"tokens": token_T[:length].tolist(), "score": float(said["score_BL"][place])}
+        values = {"tokens": token_T[:length].tolist(), "score": float(found["score_BL"][place])}
         values["is_finished"] = is_finished = bool(len(ends))
         if (number := decoding.get("logprobs")) is None:
             return values
         length += is_finished
         names = "likeliest_BLTS", "log_prob_BLTS"
-        top = [said[name][place][:length, :number].tolist() for name in names]
+        top = [found[name][place][:length, :number].tolist() for name in names]
         if number:
             values["top_logprobs"] = [dict(zip(*each)) for each in zip(*top)]  # noqa: B905
-        return values | {"token_logprobs": said["chosen_BLT"][place][:length].tolist()}
+        return values | {"token_logprobs": found["chosen_BLT"][place][:length].tolist()}
 
     def _sharding(self, described: dict) -> NamedSharding:
         spec = PartitionSpec(*map(tuple, described["axes"]))
@@ -409,9 +409,9 @@ def main(argv: list[str] | None = None) -> int:
         size = model.batch_size // model.num_samples
         for first in range(0, len(inputs), size):
             batch = inputs[first : first + size]
-            for said in model.generate(batch, arguments.max_new_tokens, first_number=first):
-                many = {"outputs": said[: model.num_outputs]}
-                print(json.dumps(said[0] if model.num_outputs == 1 else many), flush=True)
+            for answers in model.generate(batch, arguments.max_new_tokens, first_number=first):
+                many = {"outputs": answers[: model.num_outputs]}
+                print(json.dumps(answers[0] if model.num_outputs == 1 else many), flush=True)
     except (ValueError, jax.errors.JaxRuntimeError) as error:  # such as an unknown option
         print(f"run.py: error: {error}", file=sys.stderr)
         return 2

@@ -75,14 +75,14 @@ class Hypothesis:
     def stopped(self, num_tokens: int, decoding: DecodingConfig) -> "Hypothesis":
         """A copy with the first tokens alone, which a stop string ends; without
         log-probabilities it keeps the score of all tokens."""
-        said = dataclasses.replace(self, tokens=self.tokens[:num_tokens], is_finished=True)
+        ended = dataclasses.replace(self, tokens=self.tokens[:num_tokens], is_finished=True)
         if self.token_logprobs is None:
-            return said
+            return ended
         own, top = self.token_logprobs[:num_tokens], self.top_logprobs
         score = math.fsum(own[len(decoding.forced_prefix) :])
         score /= num_tokens**decoding.length_penalty
         top = top and top[:num_tokens]
-        return dataclasses.replace(said, score=score, token_logprobs=own, top_logprobs=top)
+        return dataclasses.replace(ended, score=score, token_logprobs=own, top_logprobs=top)
 
     def without_first(self, number: int) -> "Hypothesis":
         """A copy without the first tokens."""
@@ -369,14 +369,14 @@ class RunningBatch:
         token_T, score = token_BLT[place][:most], float(score_BL[place])
         ends = np.flatnonzero(self._decoding.program.ends(token_T))
         length = int(ends[0]) if len(ends) else len(token_T)
-        said = Hypothesis(token_T[:length].tolist(), score, bool(len(ends)))
+        hypothesis = Hypothesis(token_T[:length].tolist(), score, bool(len(ends)))
         num_steps = length + len(ends[:1])
         if read is not None:
             routing, *where = read
             found = routing.of_text(place, num_steps, *where)
-            said = dataclasses.replace(said, routing=found)
+            hypothesis = dataclasses.replace(hypothesis, routing=found)
         if log_probs is None:
-            return said
+            return hypothesis
         own_T, token_TS, log_prob_TS = (
             x[place][:num_steps] for x in jax.tree.leaves(log_probs)
         )
@@ -384,7 +384,7 @@ class RunningBatch:
             dict(zip(tokens, values, strict=True))
             for tokens, values in zip(token_TS.tolist(), log_prob_TS.tolist(), strict=True)
         ]
-        return dataclasses.replace(said, token_logprobs=own_T.tolist(), top_logprobs=top)
+        return dataclasses.replace(hypothesis, token_logprobs=own_T.tolist(), top_logprobs=top)
 
 
 def are_compiled(generator, size: int, length: int, is_recorded: bool = False) -> bool:

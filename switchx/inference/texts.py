@@ -79,7 +79,7 @@ def decoding_ids(vocabulary: Vocabulary) -> dict:
     }
 
 
-def _token_list(tokens, name: str, of: Vocabulary) -> list[int]:
+def _token_list(tokens, name: str, vocabulary: Vocabulary) -> list[int]:
     """Whole numbers without trailing padding."""
     try:
         ids = [operator.index(None if isinstance(x, bool) else x) for x in tokens]
@@ -87,7 +87,7 @@ def _token_list(tokens, name: str, of: Vocabulary) -> list[int]:
         raise ValueError(
             f"{name} is {tokens!r:.40}; expected a list of token ids, or texts alone"
         ) from None
-    while ids and ids[-1] == of.pad_id:
+    while ids and ids[-1] == vocabulary.pad_id:
         ids.pop()
     return ids
 

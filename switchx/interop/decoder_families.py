@@ -419,8 +419,8 @@ _NEEDED = {
 
 
 def _kind(values: dict[str, Any], where: str) -> str:
-    of = Fields(values, where)
-    return of.text("rope_type", of.text("type", "default"))
+    fields = Fields(values, where)
+    return fields.text("rope_type", fields.text("type", "default"))
 
 
 def _attention_factor(own: Fields) -> float | None:

@@ -106,11 +106,11 @@ def read_params(
     if unread and (others := [name for name in found if unread in name]):
         left_out.append(f"{len(others)} tensors of {unread}")
         found = {name: found[name] for name in found.keys() - set(others)}
-    said, there = sparse_layers(config), _routed_blocks(kin, found, config)
+    stated, present = sparse_layers(config), _routed_blocks(kin, found, config)
     require(
-        not there or there == said,
-        f"{where}: config.json says that of {config.num_decoder_layers} blocks {shown(said)} "
-        f"have experts; of the tensors {shown(there)} have: {WAY_OUT}",
+        not present or present == stated,
+        f"{where}: config.json says that of {config.num_decoder_layers} blocks {shown(stated)} "
+        f"have experts; of the tensors {shown(present)} have: {WAY_OUT}",
     )
     if config.tie_embeddings and LM_HEAD in found:
         # There and equal, or there and another matrix after fine-tuning.
@@ -125,8 +125,8 @@ def read_params(
     else:
         names = tensor_names(kin, config)
     require_whole_model(fields.values, torch_shapes(names, config), found, where)
-    of = factors, orders(kin, config)
-    return read_parameters(tensors, names, config, ids, scratch, *of), config
+    changes = factors, orders(kin, config)
+    return read_parameters(tensors, names, config, ids, scratch, *changes), config
 
 
 def _routed_blocks(kin: Decoder, found: Collection[str], config: ModelConfig) -> list[int]:

@@ -68,9 +68,9 @@ def folder_vocabulary(
         f"{folder} has the sentinels {numbers[:8]}; expected 0 and those that follow: restore "
         f"{ADDED}",
     )
-    said = None if folder is None else _extra_ids(folder)
-    count = len(numbers) or own or (T5_SENTINELS if said is None else said)
-    if not numbers and not own and said is None and _is_taken(tokens, num_pieces, count):
+    stated = None if folder is None else _extra_ids(folder)
+    count = len(numbers) or own or (T5_SENTINELS if stated is None else stated)
+    if not numbers and not own and stated is None and _is_taken(tokens, num_pieces, count):
         count = 0
     require(
         numbers or own or not _is_taken(tokens, num_pieces, count),
@@ -80,8 +80,8 @@ def folder_vocabulary(
     if not numbers and not own and num_pieces + count > vocab_size:
         # mT5's 100 are pieces that have other names, and T5's tokenizer_config.json says 100.
         require(
-            said in (None, 0, T5_SENTINELS),
-            f"{folder}: extra_ids={said} sentinels beside {num_pieces} pieces need "
+            stated in (None, 0, T5_SENTINELS),
+            f"{folder}: extra_ids={stated} sentinels beside {num_pieces} pieces need "
             f"{num_pieces + count} rows, the embedding has {vocab_size}; correct extra_ids in "
             f"{TOKENIZER_CONFIG}",
         )
@@ -150,10 +150,10 @@ def read_added_tokens(folder: pathlib.Path) -> list[AddedToken]:
     """
     found: dict[int, AddedToken] = {}
     for file, token in _named(folder):
-        before = found.setdefault(token.id, token)
+        known = found.setdefault(token.id, token)
         require(
-            before.text == token.text,
-            f"{file}: id {token.id} is {token.text!r}, and {before.text!r} in another "
+            known.text == token.text,
+            f"{file}: id {token.id} is {token.text!r}, and {known.text!r} in another "
             "file of the folder; restore the files of one tokenizer",
         )
     return [found[token_id] for token_id in sorted(found)]

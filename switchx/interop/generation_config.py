@@ -57,8 +57,8 @@ def read_generation(folder: pathlib.Path, config: Mapping[str, Any]) -> dict[str
 
 def end_ids(values: Mapping[str, Any]) -> list:
     """The ids that end a text, one of which is `DecodingConfig.eos_id`."""
-    said = values.get("eos_token_id")
-    return list(said) if isinstance(said, list) else [] if said is None else [said]
+    ends = values.get("eos_token_id")
+    return list(ends) if isinstance(ends, list) else [] if ends is None else [ends]
 
 
 def decoding_defaults(

@@ -149,12 +149,12 @@ def read_checkpoint(
     generation = read_generation(folder, values)
     if family.keeps_ids:
         return _read_decoder(fields, tensors, generation, vocabulary, dtype, scratch)
-    of = values | {name: generation[name] for name in _IDS if name in generation}
-    if ends := end_ids(of):  # that of config.json comes after texts, if it is one of several
-        of["eos_token_id"] = next((i for i in end_ids(values) if i in ends), ends[0])
+    own = values | {name: generation[name] for name in _IDS if name in generation}
+    if ends := end_ids(own):  # that of config.json comes after texts, if it is one of several
+        own["eos_token_id"] = next((i for i in end_ids(values) if i in ends), ends[0])
     unknown = vocabulary and unknown_id(vocabulary)
-    special_ids, start = family.read_ids(Fields(of, str(folder)), unknown)
-    said = family.read_config(fields, overflow=overflow)
+    special_ids, start = family.read_ids(Fields(own, str(folder)), unknown)
+    stated = family.read_config(fields, overflow=overflow)
     config = family.read_config(fields, tensors.shapes, overflow)
     config = dataclasses.replace(config, precision=Precision(params=dtype))
     ids = special_ids, start
@@ -164,7 +164,7 @@ def read_checkpoint(
     if own_ends and special_ids[EOS_ID] not in own_ends:
         ignored = f"config.json ends a text with {own_ends[0]}, which is not used"
         unused.append(f"{where}: inputs and outputs end with {special_ids[EOS_ID]}; {ignored}")
-    notes = (*_differences(said, config), *_unread(tensors), *unused)
+    notes = (*_differences(stated, config), *_unread(tensors), *unused)
     is_of_bytes = _is_of_bytes(folder)
     return Checkpoint(config, params, vocabulary, is_of_bytes, notes, special_ids, decoding)
 
@@ -226,7 +226,7 @@ def _read_decoder(
     notes = (*_unread(tensors), *unused)
     kin = decoder_families.DECODERS[fields.text("model_type", "")]
     rescaled = kin.model_type if kin.has_multipliers else None
-    of = {"notes": notes, "decoding": decoding, "rescaled": rescaled}
+    rest = {"notes": notes, "decoding": decoding, "rescaled": rescaled}
     if vocabulary is not None:
         require(
             vocabulary.name == TOKENIZER_FILE,
@@ -243,10 +243,10 @@ def _read_decoder(
         if ids.size < config.vocab_size:
             own = range(ids.size, config.vocab_size)
             told = f"{vocabulary} has no texts for ids {own[0]} to {own[-1]}, which are never"
-            of["notes"] += (f"{told} generated; transformers may write them",)
-        return Checkpoint(config, params, None, ids=ids, **of)
-    said = fields.values | generation
-    ends, pad, bos = end_ids(said), said.get("pad_token_id"), said.get("bos_token_id")
+            rest["notes"] += (f"{told} generated; transformers may write them",)
+        return Checkpoint(config, params, None, ids=ids, **rest)
+    given = fields.values | generation
+    ends, pad, bos = end_ids(given), given.get("pad_token_id"), given.get("bos_token_id")
     pad, bos = (None if i == -1 else i for i in (pad, bos))  # Llama's files have it for none
     require(
         bool(ends) and all(type(i) is int for i in [*ends, pad or 0, bos or 0]),
@@ -261,7 +261,7 @@ def _read_decoder(
         named_bos=bos,
         named_pad=pad,
     )
-    return Checkpoint(config, params, None, ids=ids, **of)
+    return Checkpoint(config, params, None, ids=ids, **rest)
 
 
 def write_decoder(
@@ -396,7 +396,7 @@ def _is_of_bytes(folder: pathlib.Path) -> bool:
     return file.is_file() and read_json(file).get("tokenizer_class") == "ByT5Tokenizer"
 
 
-def _differences(said: ModelConfig, config: ModelConfig) -> tuple[str, ...]:
+def _differences(stated: ModelConfig, config: ModelConfig) -> tuple[str, ...]:
     """Where the tensors of a Switch Transformer are not what its config.json describes."""
 
     def blocks(config: ModelConfig) -> str:
@@ -407,9 +407,9 @@ def _differences(said: ModelConfig, config: ModelConfig) -> tuple[str, ...]:
         gated = f" and activation={config.activation!r}"
         return f"{stacks[0]} sparse blocks in the encoder, {stacks[1]} in the decoder{gated}"
 
-    if blocks(said) == blocks(config):
+    if blocks(stated) == blocks(config):
         return ()
-    return (f"config.json describes {blocks(said)}; the tensors are {blocks(config)}",)
+    return (f"config.json describes {blocks(stated)}; the tensors are {blocks(config)}",)
 
 
 def write_checkpoint(

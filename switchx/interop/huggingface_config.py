@@ -317,8 +317,8 @@ def _read_switch(
         name = f"num_sparse_{stack}_layers"
         is_none = fields.values.get(name) == 0
         count = 0 if is_none else fields.whole(name, 3, MOST_BLOCKS)
-        said = sparse_blocks(getattr(config, f"num_{stack}_layers"), count)
-        blocks.append(said if found is None else found.sparse[stack])
+        stated = sparse_blocks(getattr(config, f"num_{stack}_layers"), count)
+        blocks.append(stated if found is None else found.sparse[stack])
     if not any(blocks):
         return None
     return SwitchConfig(

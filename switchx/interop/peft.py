@@ -166,8 +166,8 @@ def read_adapters(
     except (OSError, SafetensorError, KeyError, TypeError) as error:
         raise ValueError(f"{folder} cannot be read: {error!r}; save it again") from error
     params = abstract_params(config)
-    there = {target_of(name) for name in tree.named_leaves(params)} - {None}
-    everything = dataclasses.replace(spec, targets=tuple(there))
+    present = {target_of(name) for name in tree.named_leaves(params)} - {None}
+    everything = dataclasses.replace(spec, targets=tuple(present))
     shapes = tree.named_leaves(abstract_adapters(params, everything))
     places = {
         f"{module}.lora_{letter}.weight": (name, letter, part)

@@ -71,19 +71,19 @@ class TensorFolder:
             self._add(path)
 
     def _paths(self) -> list[pathlib.Path]:
-        there = [
+        tensor_files = [
             name
             for each, (index, _) in _KINDS.items()
             for name in (each, index)
             if (self.folder / name).is_file()
         ]
         for name, (index, suffix) in _KINDS.items():
-            self.unread = [other for other in there if other not in (name, index)]
-            if name in there and index in there:
+            self.unread = [other for other in tensor_files if other not in (name, index)]
+            if name in tensor_files and index in tensor_files:
                 self._require_one_model(self.folder / name, self.folder / index, suffix)
-            if name in there:
+            if name in tensor_files:
                 return [self.folder / name]
-            if index in there:
+            if index in tensor_files:
                 return self._indexed(self.folder / index, suffix)
         others = sorted(path.name for each in _UNREAD for path in self.folder.glob(each))
         require(

@@ -268,8 +268,8 @@ def agreement(config: ModelConfig, params: dict, samples: Sequence[LayerSample])
         mean = correlation(score_NE, np.arange(N), np.tile(np.arange(E), (N, 1)))
         bootstrapped = [correlation(score_NE, *each) for each in drawn]
         low, high = np.nanquantile(bootstrapped, (0.025, 0.975))
-        said = f"rank correlation with brute force {mean:.2f} ({low:.2f} to {high:.2f})"
-        found.append((mean, f"{name}: {said}"))
+        text = f"rank correlation with brute force {mean:.2f} ({low:.2f} to {high:.2f})"
+        found.append((mean, f"{name}: {text}"))
     return [line for _, line in sorted(found, reverse=True)]
 
 

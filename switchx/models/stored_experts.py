@@ -36,30 +36,30 @@ def storage_refusal(
     """
     if tier == "device":
         return None
-    there = f"with StorageSpec.experts={tier!r}"
+    where = f"with StorageSpec.experts={tier!r}"
     if model.switch is None:
-        return f"a dense model {there}: it has no experts; use experts='device'"
+        return f"a dense model {where}: it has no experts; use experts='device'"
     if model.switch.has_named_layers:
         return (
-            f"sparse blocks that are named {there}: one program runs all periods of blocks, "
+            f"sparse blocks that are named {where}: one program runs all periods of blocks, "
             "which are to be alike; use experts='device', and a mesh that splits experts or D"
         )
     if not model.scan_layers:
         return (
-            f"ModelConfig.scan_layers=False {there}: one program runs all periods of blocks, "
+            f"ModelConfig.scan_layers=False {where}: one program runs all periods of blocks, "
             "whose parameters are stacked; use scan_layers=True (a run may change it when it "
             "is resumed)"
         )
     if bucket_bytes is not None:
         return (
-            f"StepConfig.bucket_bytes={bucket_bytes} {there}: buckets are gathered in one "
+            f"StepConfig.bucket_bytes={bucket_bytes} {where}: buckets are gathered in one "
             "program for all layers; use bucket_bytes=None"
         )
     if reason := _slots_refusal(model, tier, slots):
         return reason
     if (stages := sizes.get("pipe", 1)) > 1:
         return (
-            f"mesh axis 'pipe' of size {stages} {there}: a stage has its layers on the device; "
+            f"mesh axis 'pipe' of size {stages} {where}: a stage has its layers on the device; "
             "use pipe=1, and expert or fsdp for the devices"
         )
     return None

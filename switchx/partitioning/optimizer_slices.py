@@ -87,9 +87,9 @@ def with_slice(spec: PartitionSpec, dims: str, own: OptimizerSlice | None) -> Pa
     if own is None or not own.axes or own.letter not in dims:
         return spec
     entries, place = list(spec), dims.index(own.letter)
-    before = entries[place]
-    before = (before,) if isinstance(before, str) else tuple(before or ())
-    axes = before + own.axes
+    taken = entries[place]
+    taken = (taken,) if isinstance(taken, str) else tuple(taken or ())
+    axes = taken + own.axes
     entries[place] = axes if len(axes) > 1 else axes[0]
     return PartitionSpec(*entries)
 
@@ -180,10 +180,10 @@ def _scattered(gradient, place: int, axes: MeshAxes):
     beside one of size 1 and, where arrays are large, along any dimension but the first.
     """
     shape, parts = gradient.shape, jax.lax.axis_size(axes)
-    before, one = math.prod(shape[:place]), math.prod(shape[place:]) // parts
-    if before * one % LANES:
+    leading, one = math.prod(shape[:place]), math.prod(shape[place:]) // parts
+    if leading * one % LANES:
         return jax.lax.psum_scatter(gradient, axes, scatter_dimension=place, tiled=True)
-    rows = gradient.reshape(before, parts, one).swapaxes(0, 1).reshape(-1, LANES)
+    rows = gradient.reshape(leading, parts, one).swapaxes(0, 1).reshape(-1, LANES)
     rows = jax.lax.psum_scatter(rows, axes, scatter_dimension=0, tiled=True)
     return rows.reshape(*shape[:place], shape[place] // parts, *shape[place + 1 :])
 

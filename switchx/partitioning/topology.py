@@ -119,9 +119,9 @@ class Topology:
 
         Among flat slices, which are few, they are the nearest in the number of chips.
         """
-        wanted, there = math.prod(self.shape), _slices(self.kind)
+        wanted, slices = math.prod(self.shape), _slices(self.kind)
         if self.generation.axes != len(self.shape):
-            chips = sorted(set(map(math.prod, there)))
+            chips = sorted(set(map(math.prod, slices)))
             near = {
                 *[n for n in chips if n <= wanted][-1:],
                 *[n for n in chips if n >= wanted][:1],
@@ -136,7 +136,7 @@ class Topology:
             squares = sum((a - b) ** 2 for a, b in zip(sides, shape, strict=True))
             return abs(wanted - chips) if is_flat else 0, squares, -chips
 
-        return [Topology(self.kind, min(there, key=distance))]
+        return [Topology(self.kind, min(slices, key=distance))]
 
 
 @functools.cache

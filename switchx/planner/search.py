@@ -375,8 +375,8 @@ def _difference(plan: Plan, first: Plan) -> str:
         "copies of experts": mine.storage_s - best.storage_s,
     }
     for part in mine.collectives_s.keys() | best.collectives_s.keys():
-        before = best.collectives_s.get(part, 0.0)
-        deltas[WHAT[part]] = mine.collectives_s.get(part, 0.0) - before
+        best_s = best.collectives_s.get(part, 0.0)
+        deltas[WHAT[part]] = mine.collectives_s.get(part, 0.0) - best_s
     name, most = max(deltas.items(), key=lambda item: item[1])
     slower = mine.step_s / best.step_s - 1
     if most <= 0:

@@ -87,14 +87,14 @@ def _parts(shape: tuple[tuple[str, int], ...], sides: tuple[int, ...]) -> dict[s
 
 def _taken(size: int, left: list[int]) -> list[tuple[int, int]]:
     """(side, devices along it) that an axis takes of what is left: whole ones, or parts."""
-    there = [side for side, rest in enumerate(left) if rest > 1]
-    for count in range(len(there), 0, -1):
-        for chosen in itertools.combinations(there, count):
+    sides = [side for side, rest in enumerate(left) if rest > 1]
+    for count in range(len(sides), 0, -1):
+        for chosen in itertools.combinations(sides, count):
             if math.prod(left[side] for side in chosen) == size:
                 return [(side, left[side]) for side in chosen]
     found = []
     # A side that the axis divides, the shortest one; otherwise what it has in common with most.
-    for side in sorted(there, key=lambda side: (-math.gcd(size, left[side]), left[side])):
+    for side in sorted(sides, key=lambda side: (-math.gcd(size, left[side]), left[side])):
         if (common := math.gcd(size, left[side])) > 1:
             found.append((side, common))
             size //= common

@@ -55,8 +55,8 @@ class Behind:
     prompt: Sequence[int]
 
     def decode(self, ids: Sequence[int]) -> str:
-        before = self.prompt[-CONTEXT:]
-        read, text = (self.vocabulary.decode(some) for some in (before, [*before, *ids]))
+        context = self.prompt[-CONTEXT:]
+        read, text = (self.vocabulary.decode(some) for some in (context, [*context, *ids]))
         return text[len(os.path.commonprefix([read, text])) :]
 
 
@@ -261,13 +261,13 @@ def logprobs_json(vocabulary, tokens, hypothesis, number: int, offset: int = 0, 
         start = max(0, place - CONTEXT)
         while start and not decoded(tokens[start:place]):  # pieces of characters alone
             start = max(0, start - CONTEXT)
-        length = len(decoded(before := tokens[start:place]))
+        length = len(decoded(context := tokens[start:place]))
         kept = top[place] if top else None
         likeliest = dict(itertools.islice(kept.items(), number)) if kept else {}
         likeliest.setdefault(token, own[place - first])
         named: dict[str, float] = {}
         for other, value in likeliest.items():
-            text = decoded([*before, other])[length:]
+            text = decoded([*context, other])[length:]
             is_own = text not in ("", *named) and (text != UNKNOWN or other == token)
             named[text if is_own else f"token_id:{other}"] = value
             if other == token:
@@ -283,9 +283,9 @@ def logprobs_json(vocabulary, tokens, hypothesis, number: int, offset: int = 0, 
     }
 
 
-def joined_logprobs(before: dict | None, behind: dict | None) -> dict[str, Any]:
+def joined_logprobs(first: dict | None, second: dict | None) -> dict[str, Any]:
     """`logprobs` of a prompt and of what follows it."""
-    parts = [part for part in (before, behind) if part is not None]
+    parts = [part for part in (first, second) if part is not None]
     return {name: sum((part[name] for part in parts), []) for name in parts[0]}
 
 

@@ -92,8 +92,8 @@ class ChatForm(CompletionForm):
     async def stream(self, wanted: CompletionRequest, events: Events) -> AsyncIterator[bytes]:
         """A chunk that says who speaks, and then those of a completion."""
         for index in range(wanted.num_choices):
-            said = {"role": "assistant", "content": ""}
-            choice = {"index": index, "delta": said, "finish_reason": None}
+            delta = {"role": "assistant", "content": ""}
+            choice = {"index": index, "delta": delta, "finish_reason": None}
             yield data_of(self._of_chat(wanted, [choice]))
         async for chunk in super().stream(wanted, events):
             yield chunk
@@ -120,8 +120,8 @@ class ChatForm(CompletionForm):
 
     def _of_chat(self, wanted: CompletionRequest, choices: list) -> dict[str, Any]:
         kind = "chat.completion.chunk" if wanted.is_streaming else "chat.completion"
-        about = {"id": f"chatcmpl-{wanted.request_id}", "object": kind}
-        return super()._json(wanted, choices) | about
+        identity = {"id": f"chatcmpl-{wanted.request_id}", "object": kind}
+        return super()._json(wanted, choices) | identity
 
 
 def prompt_of_chat(model: Model, messages: list[dict[str, str]]) -> WholePrompt:

@@ -206,21 +206,21 @@ class CompletionForm:
 
     def _choices(self, wanted: CompletionRequest, rows, scored) -> list[dict[str, Any]]:
         choices: list[dict[str, Any]] = []
-        for number, (echo, before) in enumerate(zip(wanted.echoes, scored, strict=True)):
+        for number, (echo, echoed) in enumerate(zip(wanted.echoes, scored, strict=True)):
             if wanted.is_empty:
-                kept = before and joined_logprobs(before, None)
+                kept = echoed and joined_logprobs(echoed, None)
                 for _ in range(wanted.num_choices):
                     choices.append(_choice(len(choices), echo, kept, "length"))
                 continue
             first = number * wanted.num_rows
-            said = sum((row.hypotheses for row in rows[first : first + wanted.num_rows]), [])
+            found = sum((row.hypotheses for row in rows[first : first + wanted.num_rows]), [])
             vocabulary = rows[first].vocabulary
             stops = StopStrings(vocabulary, wanted.stops) if wanted.stops else None
             if wanted.num_rows > wanted.num_choices:
-                said.sort(key=lambda each: -each.score)
-            for i, each in enumerate(said[: wanted.num_choices]):
+                found.sort(key=lambda each: -each.score)
+            for i, each in enumerate(found[: wanted.num_choices]):
                 text = echo + text_of(each, vocabulary, stops)
-                kept = _logprobs(wanted, vocabulary, each, len(echo), before)
+                kept = _logprobs(wanted, vocabulary, each, len(echo), echoed)
                 index = number * wanted.num_choices + i  # a search may find fewer
                 choices.append(_choice(index, text, kept, reason_of(each)))
         return choices
@@ -244,14 +244,14 @@ class CompletionForm:
                     yield chunk(i * num_choices + choice, echo, kept, reason)
             async for event in events:
                 row, echo = rows[event.number], wanted.echoes[event.number // wanted.num_rows]
-                first, (said, new) = row.num_tokens, row.grow(event, events)
+                first, (added, new) = row.num_tokens, row.grow(event, events)
                 if wanted.settings.beam_size > 1:
                     for i, each in enumerate(row.hypotheses):
                         text = text_of(each, row.vocabulary, None)
                         kept = _logprobs(wanted, row.vocabulary, each, len(echo))
                         index = event.number * num_choices + i
                         yield chunk(index, text, kept, reason_of(each))
-                elif new or row.hypotheses or (wanted.logprobs is not None and said.tokens):
+                elif new or row.hypotheses or (wanted.logprobs is not None and added.tokens):
                     kept = _logprobs(
                         wanted, row.vocabulary, row.hypothesis, len(echo), first=first
                     )
@@ -324,19 +324,19 @@ class CompletionForm:
 
 
 def _logprobs(
-    wanted: CompletionRequest, vocabulary, said: Hypothesis, offset: int, before=None, first=0
+    wanted: CompletionRequest, vocabulary, output: Hypothesis, offset: int, echoed=None, first=0
 ):
     """OpenAI's `logprobs` of a choice, from its token `first` on; or None.
 
     Args:
         vocabulary: what decodes it.
         offset: offset of the answer in the text.
-        before: the prompt's `logprobs`, or None.
+        echoed: the prompt's `logprobs`, or None.
     """
     if wanted.logprobs is None:
         return None
-    kept = logprobs_json(vocabulary, said.tokens, said, wanted.logprobs, offset, first)
-    return joined_logprobs(before, kept)
+    kept = logprobs_json(vocabulary, output.tokens, output, wanted.logprobs, offset, first)
+    return joined_logprobs(echoed, kept)
 
 
 def _choice(index: int, text: str, logprobs: dict | None, reason: str | None) -> dict[str, Any]:

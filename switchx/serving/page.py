@@ -31,11 +31,11 @@ def page_of(service: Service) -> HTMLResponse:
     model = service.model
     own = DecodingConfig(**service.limits.defaults(model.decoding))
     inputs = "".join(_setting(each, getattr(own, each.name)) for each in OPTIONS.values())
-    about = f"{model.num_params:,} parameters, step {model.step};"
-    texts = {"TITLE": f"{service.name} - switchx", "NAME": service.name, "ABOUT": about}
+    summary = f"{model.num_params:,} parameters, step {model.step};"
+    texts = {"TITLE": f"{service.name} - switchx", "NAME": service.name, "ABOUT": summary}
     text = FILE.replace(SETTINGS, inputs)
-    for place, said in (texts | {"EXAMPLE": example_of(model)}).items():
-        text = text.replace(f">{place}", f">{html.escape(said)}", 1)
+    for place, value in (texts | {"EXAMPLE": example_of(model)}).items():
+        text = text.replace(f">{place}", f">{html.escape(value)}", 1)
     if fault_of_experts(model) is not None:
         text = text.replace(EXPERTS_BOX, "")
     return HTMLResponse(text, headers={"content-security-policy": POLICY})

@@ -193,9 +193,9 @@ class RequestQueue:
     def take(self, inputs: Sequence[QueuedInput]) -> list[QueuedInput]:
         """Takes inputs out of the queue; says which were there still."""
         with self._changed:
-            there = [each for each in inputs if each in self._inputs]
-            self._inputs = [each for each in self._inputs if each not in there]
-            return there
+            taken = [each for each in inputs if each in self._inputs]
+            self._inputs = [each for each in self._inputs if each not in taken]
+            return taken
 
     def wait(self, num_changes: int, most_s: float | None) -> None:
         """Waits until inputs come, until `notify` or `close`, or for so many seconds.

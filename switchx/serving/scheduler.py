@@ -165,8 +165,8 @@ class Worker(threading.Thread):
             batch.is_full = kind in full
         for kind, inputs in joining.items():
             for first in range(0, len(inputs), MOST_JOINING):
-                if there := self.queue.take(inputs[first : first + MOST_JOINING]):
-                    self._join(kind, there, shapes[kind])
+                if taken := self.queue.take(inputs[first : first + MOST_JOINING]):
+                    self._join(kind, taken, shapes[kind])
         return any(joining.values())
 
     def _join(self, kind, inputs: list[QueuedInput], shape: ProgramShape) -> None:
@@ -493,8 +493,8 @@ class Compiler(threading.Thread):
             self._worker.compile_more(shape)
         except Exception:
             waiting = [x for x in self._worker.queue.waiting() if x.shape == shape]
-            of = of_requests(waiting)
-            LOG.exception("no program could be compiled for %s%s", shape, of)
+            waiting_for = of_requests(waiting)
+            LOG.exception("no program could be compiled for %s%s", shape, waiting_for)
             self._worker.give_up(shape)
             return True
         return self._worker.is_whole(shape)

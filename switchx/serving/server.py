@@ -147,12 +147,12 @@ class Server(uvicorn.Server):
         # Python runs handlers of signals in the main thread alone.
         is_main = threading.current_thread() is threading.main_thread()
         ask = self._reloader.ask
-        before = is_main and signal.signal(signal.SIGHUP, lambda *_: ask())
+        previous = is_main and signal.signal(signal.SIGHUP, lambda *_: ask())
         try:
             yield
         finally:
             if is_main:
-                signal.signal(signal.SIGHUP, before)
+                signal.signal(signal.SIGHUP, previous)
             self._reloader.close()
 
 

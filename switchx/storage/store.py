@@ -198,11 +198,11 @@ class RecordStore:
         self._require_working()
         with self._lock:
             # It was submitted before, so it has a thread already: no circle of waits.
-            before = self._latest.get(key)
+            previous = self._latest.get(key)
 
             def in_turn():
-                if before is not None:
-                    concurrent.futures.wait([before])
+                if previous is not None:
+                    concurrent.futures.wait([previous])
                 return work()
 
             future = self._latest[key] = self._executor.submit(in_turn)

@@ -127,11 +127,11 @@ class AdapterProgram(TrainingProgram):
         router = None if self.job.model.switch is None else self.job.model.switch.router
         if router is not None and (router.has_bias or router.keeps_load):
             bits += ", its routers' selection biases and last loads, too,"
-        said = (
+        note = (
             f"adapters: {trained:,} parameters of rank {spec.rank} are trained; the {whole:,} "
             f"of checkpoint {spec.step} of {spec.base}{bits} stay as they are"
         )
-        return (*super().notes, *task_notes(self.job, self.mesh), said)
+        return (*super().notes, *task_notes(self.job, self.mesh), note)
 
 
 def adapted_by(base, spec: LoRASpec) -> Seam:
@@ -179,13 +179,13 @@ def _record_of(job: TrainingJob, run: RunFolder) -> AdapterRecord:
     require_merged(base, "LoRASpec.base")
     require_vocabulary_of(base, job, "LoRASpec.base")
     check_same_model(base, job)
-    before = AdapterRecord.read(run) if checkpoint_paths(run.checkpoints) else None
-    step = choose_step(base, spec.step if before is None else before.spec.step)
+    recorded = AdapterRecord.read(run) if checkpoint_paths(run.checkpoints) else None
+    step = choose_step(base, spec.step if recorded is None else recorded.spec.step)
     found = checkpoint_fingerprint(base, step, load_vocabulary(base.root))
     # Absolute: a run is read from other working directories, too.
     spec = dataclasses.replace(spec, base=str(base.where), step=step)
-    if before is None:
+    if recorded is None:
         return AdapterRecord(spec, found)
-    record = dataclasses.replace(before, spec=spec)
+    record = dataclasses.replace(recorded, spec=spec)
     require_base(run, record)
     return record

@@ -69,11 +69,11 @@ def compiled_programs_kept(
 
 def cpu_kind() -> str:
     """A name that CPUs of the same model and instruction sets have in common."""
-    about = {platform.machine(), platform.processor()}
+    features = {platform.machine(), platform.processor()}
     with contextlib.suppress(OSError):  # there on Linux alone
         lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        about |= {line for line in lines if line.startswith(_CPU_LINES)}
-    return f"cpu_{hashlib.sha256(repr(sorted(about)).encode()).hexdigest()[:12]}"
+        features |= {line for line in lines if line.startswith(_CPU_LINES)}
+    return f"cpu_{hashlib.sha256(repr(sorted(features)).encode()).hexdigest()[:12]}"
 
 
 def _own_folder(note: Callable[[str], None]) -> pathlib.Path | None:
@@ -81,12 +81,12 @@ def _own_folder(note: Callable[[str], None]) -> pathlib.Path | None:
     folder = cache_dir() / "compiled"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        about = folder.stat()
+        entry = folder.stat()
     except OSError as error:
         note(f"compiled programs: not kept, {error}; {VARIABLE}=DIR names another folder")
         return None
-    others_write = about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    if about.st_uid != os.geteuid() or others_write or not os.access(folder, os.W_OK | os.X_OK):
+    others_write = entry.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if entry.st_uid != os.geteuid() or others_write or not os.access(folder, os.W_OK | os.X_OK):
         note(
             f"compiled programs: not kept, as {folder} is not this user's alone to write; "
             f"{VARIABLE}=DIR names another folder"

@@ -191,11 +191,11 @@ def task_notes(job: TrainingJob, mesh) -> tuple[str, ...]:
     if not (is_by_task(job.model) and Placement.on(mesh, job.mesh.rules).experts):
         return ()
     dispatcher = job.model.switch.dispatcher
-    said = f"tokens travel to their tasks' experts, by dispatcher={dispatcher!r}"
+    note = f"tokens travel to their tasks' experts, by dispatcher={dispatcher!r}"
     if job.lora is not None:
-        return (said,)
+        return (note,)
     return (
-        f"{said}: for experts to travel instead, use one microbatch, no stages, buckets or "
+        f"{note}: for experts to travel instead, use one microbatch, no stages, buckets or "
         "storage, and a SwitchConfig.group_size that cuts each device's rows into whole groups",
     )
 

@@ -312,12 +312,12 @@ def _checked_folder(job: TrainingJob) -> RunFolder:
 
 
 def _step(folder: RunFolder, step: int | Literal["best"] | None) -> int:
-    there = [int(path.name) for path in checkpoint_paths(folder.checkpoints)]
-    if isinstance(step, int) and there:
+    steps = [int(path.name) for path in checkpoint_paths(folder.checkpoints)]
+    if isinstance(step, int) and steps:
         require(
-            step in there,
+            step in steps,
             f"InitConfig.step={step} is not in {folder.checkpoints}; use one of "
-            f"{', '.join(map(str, sorted(there)))}, 'best', or None for the newest",
+            f"{', '.join(map(str, sorted(steps)))}, 'best', or None for the newest",
         )
     return choose_step(folder, step)
 

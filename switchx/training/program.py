@@ -163,9 +163,9 @@ class TrainingProgram:
     @property
     def notes(self) -> tuple[str, ...]:
         experts, unused = self.job.storage.experts, ", ".join(self.job.unused_storage)
-        said = f"{unused}: without effect with StorageSpec.experts={experts!r}"
+        note = f"{unused}: without effect with StorageSpec.experts={experts!r}"
         return (
-            *((said,) if unused else ()),
+            *((note,) if unused else ()),
             *slot_notes(self.job.model.switch),
             *self._norm_notes(),
             *self._replica_notes(),

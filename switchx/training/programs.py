@@ -74,10 +74,10 @@ def _student_program(
     job: TrainingJob, run: RunFolder, devices
 ) -> DistilledProgram | WrittenTeacherProgram:
     """The student's program, with the teacher of the run's checkpoints if there are any."""
-    before = _teacher_of(run) if checkpoint_paths(run.checkpoints) else None
-    if before is None:
+    recorded = _teacher_of(run) if checkpoint_paths(run.checkpoints) else None
+    if recorded is None:
         return student_program(job, devices)
-    where = f"{run.where} was taught by checkpoint {before['step']} of {before['teacher']}"
+    where = f"{run.where} was taught by checkpoint {recorded['step']} of {recorded['teacher']}"
     way_out = (
         "put it back, or train in another model_dir; INIT_FROM="
         f"{str(run.path)!r} with Distillation.starts_from_teacher=False keeps what was learnt"
@@ -85,15 +85,15 @@ def _student_program(
     teacher = job.distillation.teacher
     if not has_logits(teacher):
         try:
-            choose_step(RunFolder(teacher), before["step"])
+            choose_step(RunFolder(teacher), recorded["step"])
         except ValueError as error:
             raise ValueError(f"{where}, which is not there: {error}; {way_out}") from error
-        settings = dataclasses.replace(job.distillation, step=before["step"])
+        settings = dataclasses.replace(job.distillation, step=recorded["step"])
         job = dataclasses.replace(job, distillation=settings)
     program = student_program(job, devices)
     # A copy elsewhere is the same teacher.
-    there = program.teacher_record | {"teacher": before["teacher"]}
-    require(there == before, f"{where}, and {teacher} has another teacher now; {way_out}")
+    current = program.teacher_record | {"teacher": recorded["teacher"]}
+    require(current == recorded, f"{where}, and {teacher} has another teacher now; {way_out}")
     return program
 
 

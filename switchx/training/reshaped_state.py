@@ -27,7 +27,7 @@ from switchx.tree import Tree, named_leaves, nested
 def reshaped_state(
     path: Folder,
     transformation: optax.GradientTransformationExtraArgs,
-    before: ModelConfig,
+    earlier: ModelConfig,
     found: Reshaped,
 ) -> tuple[Tree | None, str]:
     """The item `train_state` of a reshaped model, layers unrolled, and a sentence about it.
@@ -35,7 +35,7 @@ def reshaped_state(
     Args:
         path: checkpoint of the model before.
         transformation: optimizer of its run.
-        before: configuration of the model before.
+        earlier: configuration of the model before.
 
     Returns:
         None in place of the state where the checkpoint has none, or that of another optimizer,
@@ -44,7 +44,7 @@ def reshaped_state(
     if "train_state" not in items_of(path):
         return None, "no state of an optimizer is there to go along"
     stored = read_items(path, {"train_state": None})["train_state"]
-    if stored_model(path, before).scan_layers:
+    if stored_model(path, earlier).scan_layers:
         stored = unrolled_blocks(stored)
     old, params = named_leaves(stored), named_leaves(found.params)
     fresh: dict[str | None, dict[str, Any]] = collections.defaultdict(dict)
@@ -57,7 +57,7 @@ def reshaped_state(
     state = {name: leaf for name, leaf in old.items() if not name.startswith("opt_state/")}
     begun = []
     for param, leaves in fresh.items():
-        arrays = {name: _array_before(old, name, param, before, found) for name in leaves}
+        arrays = {name: _array_before(old, name, param, earlier, found) for name in leaves}
         fits = all(
             getattr(arrays[name], "shape", None) == leaves[name].shape for name in leaves
         )
@@ -71,7 +71,7 @@ def reshaped_state(
 
 
 def _array_before(
-    old: dict[str, Any], name: str, param: str | None, before: ModelConfig, found: Reshaped
+    old: dict[str, Any], name: str, param: str | None, earlier: ModelConfig, found: Reshaped
 ) -> np.ndarray | None:
     """What an array of the optimizer was, with the experts of the model after; None if new."""
     layers = found.config.sparse_layer_names  # none of a dense model, whose FFNs begin anew
@@ -80,7 +80,7 @@ def _array_before(
     if block not in names or rest.startswith("shared_"):
         return old.get(name)
     origin_E = found.origin_NE[names.index(block)]
-    if before.switch is None:  # `experts/w_in_EDF/v_row_ED` was `w_in_DF/v_row_D`
+    if earlier.switch is None:  # `experts/w_in_EDF/v_row_ED` was `w_in_DF/v_row_D`
         was = old.get(re.sub(r"_E([A-Z]+)(?=/|$)", r"_\1", name.replace("experts/", "")))
         return None if was is None else np.repeat(was[None], len(origin_E), axis=0)
     was, letters = old.get(name), name.rpartition("_")[2]

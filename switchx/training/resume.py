@@ -55,11 +55,11 @@ def require_vocabulary_of(run: RunFolder, job: TrainingJob, name: str) -> None:
         "model_dir of a run or of `switchx convert` (of a quantized or exported model, the run "
         "that it was made from)",
     )
-    there, here = load_vocabulary(run.root), job.vocabulary
+    saved, here = load_vocabulary(run.root), job.vocabulary
     require(
-        there.fingerprint() == here.fingerprint(),
+        saved.fingerprint() == here.fingerprint(),
         f"{name}={str(run.path)!r} was trained with another vocabulary than this job's: "
-        f"{there.size} ids there, {here.size} here, or other pieces; its token ids mean other "
+        f"{saved.size} ids there, {here.size} here, or other pieces; its token ids mean other "
         "things. Use the copy in that folder: leave out what names another one "
         f"(VOCABULARY_FILE in the shipped configurations), or give VOCABULARY_FILE={run.path}",
     )
@@ -132,7 +132,7 @@ def with_vocabulary_of(run: RunFolder, job: TrainingJob) -> TrainingJob:
     Raises:
         ValueError: the vocabulary that a task names can be read and is another one.
     """
-    there, mixture = load_vocabulary(run.root), as_mixture(job.source)
+    saved, mixture = load_vocabulary(run.root), as_mixture(job.source)
     evaluated = mixture.evaluation or ()
     unlike = []  # which may have lists, so that they are no keys
     for task in (*mixture.tasks, *evaluated):
@@ -143,15 +143,15 @@ def with_vocabulary_of(run: RunFolder, job: TrainingJob) -> TrainingJob:
         except (OSError, ValueError) as error:
             logger.info("the vocabulary in %s is read (of the job's: %s)", run.root, error)
             continue
-        if fingerprint != there.fingerprint():
+        if fingerprint != saved.fingerprint():
             raise ValueError(
                 f"model_dir={str(run.path)!r} was trained with another vocabulary: "
-                f"{there.size} ids there, {here.size} here, or other pieces; the same ids "
+                f"{saved.size} ids there, {here.size} here, or other pieces; the same ids "
                 "would mean other things. Use its own, --gin.VOCABULARY_FILE="
                 f"{str(run.path)!r}, or give another model_dir"
             )
     tasks, evaluated = (
-        tuple(dataclasses.replace(task, vocabulary=there) for task in each)
+        tuple(dataclasses.replace(task, vocabulary=saved) for task in each)
         for each in (mixture.tasks, evaluated)
     )
     is_task = mixture is not job.source

@@ -127,14 +127,14 @@ class Saving:
         if needed <= left:
             self.save(step, state, data_state, metrics)
             return True
-        said = (
+        text = (
             f"step {step} is not saved: a save takes {needed:.0f} s, and {max(left, 0):.0f} s "
             f"of Retention.grace_s={self._retention.grace_s} are left"
         )
         if self._copies is None:
-            self._note(f"{said}. Save more often, or keep copies with Retention.local_dir")
+            self._note(f"{text}. Save more often, or keep copies with Retention.local_dir")
         else:
-            self._note(f"{said}; copied to {self._retention.local_dir}")
+            self._note(f"{text}; copied to {self._retention.local_dir}")
             self._copies.save(step, state, data_state)
         return False
 

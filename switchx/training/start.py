@@ -207,15 +207,15 @@ def params_of_job(
     init = dataclasses.replace(job.init, optimizer=False)
     used = dataclasses.replace(job, mesh=mesh or MeshSpec(), init=init, **alone)
     program = TrainingProgram(used, None if mesh else jax.local_devices()[:1])
-    about = json.dumps(describe(job.model), sort_keys=True)
+    description = json.dumps(describe(job.model), sort_keys=True)
     if model_dir is not None:
         run = RunFolder(model_dir)
         job = check_same_model(run, job)
         step = choose_step(run, step)
         target = program.abstract_params
         params = restore_params(run.path, step, target=target, model=job.model)
-        of = checkpoint_fingerprint(run, step, job.vocabulary)
-        return job, params, step, _fingerprint(about, of)
+        origin = checkpoint_fingerprint(run, step, job.vocabulary)
+        return job, params, step, _fingerprint(description, origin)
     require(
         step is None,
         f"step={step!r} without model_dir; of INIT_FROM, give INIT_STEP={step!r}",
@@ -234,12 +234,12 @@ def params_of_job(
     if job.init_from is None:
         at = jax.tree.map(lambda leaf: leaf.sharding, program.abstract_params)
         draw = jax.jit(init_params, static_argnums=0, out_shardings=at)
-        params, of = draw(job.model, init_key(job.seed)), f"seed {job.seed}"
+        params, origin = draw(job.model, init_key(job.seed)), f"seed {job.seed}"
     else:
         source = Source(used, program)
-        there = checkpoint_fingerprint(RunFolder(job.init_from), source.step, None)
-        params, of = source.params(), f"{source.listing} {there} seed {job.seed}"
-    return job, params, 0, _fingerprint(about, of, job.vocabulary.fingerprint())
+        weights = checkpoint_fingerprint(RunFolder(job.init_from), source.step, None)
+        params, origin = source.params(), f"{source.listing} {weights} seed {job.seed}"
+    return job, params, 0, _fingerprint(description, origin, job.vocabulary.fingerprint())
 
 
 def _fingerprint(*parts: str) -> str:

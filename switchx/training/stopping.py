@@ -138,8 +138,8 @@ class StopAgreement:
     def __call__(self) -> bool:
         if jax.process_count() == 1:
             return self._is_asked
-        before, self._asked = self._asked, self._ask()
-        return before is not None and bool(before)
+        previous, self._asked = self._asked, self._ask()
+        return previous is not None and bool(previous)
 
     def _ask(self) -> jax.Array:
         vote = np.array([self._is_asked])

@@ -200,10 +200,10 @@ def peaks(validation: pathlib.Path) -> dict[str, dict[str, dict[str, float]]]:
         for task, values in line.get("texts", {}).items() if line["step"] else ():
             of_task = best.setdefault(task, {})
             for name in values.keys() - set(COUNTS):
-                score, before = values[name], of_task.get(name)
-                if score is not None and (before is None or score > before["score"]):
-                    about = {"step": line["step"], "examples": values["examples"]}
-                    of_task[name] = {"score": score} | about
+                score, peak = values[name], of_task.get(name)
+                if score is not None and (peak is None or score > peak["score"]):
+                    measured = {"step": line["step"], "examples": values["examples"]}
+                    of_task[name] = {"score": score} | measured
     return {task: dict(sorted(of_task.items())) for task, of_task in best.items()}
 
 

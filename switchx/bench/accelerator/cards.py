@@ -42,8 +42,8 @@ def find_card() -> Card:
     words = [smi, query, "--format=csv,noheader"]
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode or not done.stdout.strip():
-        said = (done.stdout + done.stderr).strip()
-        raise ValueError(f"no accelerator here: nvidia-smi says {said!r:.200}; {way_out}")
+        output = (done.stdout + done.stderr).strip()
+        raise ValueError(f"no accelerator here: nvidia-smi says {output!r:.200}; {way_out}")
     line = done.stdout.strip().splitlines()[0]
     if not (found := re.fullmatch(r"(.+), *(\d[\d.]*), *(\d+\.\d+)", line)):
         raise ValueError(f"nvidia-smi names no card, driver and capability: {line!r:.200}")

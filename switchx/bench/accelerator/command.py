@@ -150,19 +150,19 @@ def run(
             if part not in anew:
                 records.write_all(kept[part.name])
         for i, part in enumerate(wanted):
-            before = kept[part.name]
-            if is_done(before) and not part.is_asked:  # which may be asked for more
+            earlier_rows = kept[part.name]
+            if is_done(earlier_rows) and not part.is_asked:  # which may be asked for more
                 note(f"{part.name}: measured before")
                 continue
             limit_s = limit_of(part, wanted[i + 1 :], deadline_s - time.time(), is_rehearsal)
             if limit_s is None:
                 if part in anew:
-                    records.write_all(before)
+                    records.write_all(earlier_rows)
                 left[part.name] = f"takes {part.seconds} s, which are not left"
                 note(f"{part.name}: {left[part.name]}")
                 continue
             note(f"{part.name}, {limit_s:.0f} s at most, decides: {part.decides}")
-            if why := measure(part, before, limit_s, card, records, note, ladder):
+            if why := measure(part, earlier_rows, limit_s, card, records, note, ladder):
                 failed[part.name] = why
                 note(f"{part.name}: {why}")
     if records.fault:
@@ -194,7 +194,7 @@ def limit_of(
 
 def measure(
     part: Part,
-    before: list[Row],
+    earlier_rows: list[Row],
     limit_s: float,
     card: Card,
     records: Records,
@@ -206,7 +206,7 @@ def measure(
         "run": part.run,
         "is_rehearsal": card.is_rehearsal,
         "output": str(records.folder.absolute()),
-        "done": done_before(part, before, records),
+        "done": done_before(part, earlier_rows, records),
         "rates": records.rates(),
         "limit_s": limit_s,
         "ladder": ladder and str(pathlib.Path(ladder).absolute()),
@@ -232,9 +232,9 @@ def predicted(card: str, part: str, case: str) -> float | None:
     return next((table[case] for table in tables if case in table), None)
 
 
-def done_before(part: Part, before: list[Row], records: Records) -> list[str]:
+def done_before(part: Part, earlier_rows: list[Row], records: Records) -> list[str]:
     """Cases that need not be measured again: a part's own, and tests that another part ran."""
-    done = [row["case"] for row in before if row.get("measured") is not None]
+    done = [row["case"] for row in earlier_rows if row.get("measured") is not None]
     if part.name == REST:
         done += [row["case"] for row in records.rows if row["unit"] == "test"]
     return done
@@ -287,8 +287,8 @@ def run_part(
     if is_over.is_set():
         return f"was ended after {limit_s:.0f} s; its other cases are left for a next call"
     if status:
-        said = log.read_bytes()[begin:].decode(errors="replace").strip().splitlines()
-        return f"ended with status {status}: {said[-1] if said else 'it said nothing'}"
+        lines = log.read_bytes()[begin:].decode(errors="replace").strip().splitlines()
+        return f"ended with status {status}: {lines[-1] if lines else 'it said nothing'}"
     return None
 
 

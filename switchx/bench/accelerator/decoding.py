@@ -241,8 +241,8 @@ def export(session: Session) -> Iterator[dict[str, Any]]:
     tokens, length, batch = session.sized((16, 16, 8), (4, 8, 2))
     settings = DecodingConfig(tokens, eos_id=NO_END, pruning="none")
     inputs = sources(batch, length, config.vocab_size).tolist()
-    said = Generator(config, params, settings, batch)(inputs)
-    resident = [hypotheses[0].tokens for _, hypotheses in sorted(said)]
+    answers = Generator(config, params, settings, batch)(inputs)
+    resident = [hypotheses[0].tokens for _, hypotheses in sorted(answers)]
     try:
         yield _exported(session, config, params, settings, inputs, resident)
     except ImportError as error:

@@ -72,17 +72,17 @@ def outcomes(session: Session, chosen: list[str]) -> Iterator[dict[str, Any]]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
-    lines, said = [], set()
+    lines, seen = [], set()
     for line in process.stdout:
         lines.append(line)
         if found := _OUTCOME.search(line):
             outcome, test = (found[1], found[2]) if found[1] else (found[4], found[3])
             # Its summary names failed ones again.
-            if (test, outcome) not in said:
-                said.add((test, outcome))
+            if (test, outcome) not in seen:
+                seen.add((test, outcome))
                 yield row(test, outcome.lower(), "test")
     status = process.wait()
-    is_well = status in ((0, 1) if said else (0, NONE_LEFT))
+    is_well = status in ((0, 1) if seen else (0, NONE_LEFT))
     why = {} if is_well else {"why": "".join(lines[-20:])[-1500:]}
     yield row("pytest", status, "exit status", **why)
     if not is_well:

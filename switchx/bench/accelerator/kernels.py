@@ -99,8 +99,8 @@ class TimedProduct:
         if self.way == "dense":
             return lambda x_RD, w_EDF, sizes_E: x_RD @ w_EDF[0]
         if self.way == "triton":
-            of = grouped_matmul if self.bits is None else quantized_grouped_matmul
-            return lambda *given: of(*given, implementation="triton", interpret=interpret)
+            matmul = grouped_matmul if self.bits is None else quantized_grouped_matmul
+            return lambda *given: matmul(*given, implementation="triton", interpret=interpret)
         if self.bits is None:
             return lambda *given: gpu.forward(*given, interpret=interpret)
         return product(self.variant, (cell.R, cell.D, cell.F, cell.E), self.bits, mosaic)

@@ -68,8 +68,8 @@ def profile(session: Session) -> Iterator[dict[str, Any]]:
             options = ["--clock-control", "none", "--kernel-name", "regex:grouped_matmul"]
             for section in ("SourceCounters", "WarpStateStats", "SpeedOfLight", "LaunchStats"):
                 options += ["--section", section]
-            said = _run([ncu, *options, "-f", "-o", str(report), *program], environment)
-            (folder / "ncu.log").write_text(said)
+            output = _run([ncu, *options, "-f", "-o", str(report), *program], environment)
+            (folder / "ncu.log").write_text(output)
             pages = {}
             for page in ("source", "details"):
                 words = [ncu, "--import", str(report), "--page", page, "--csv"]
@@ -77,7 +77,7 @@ def profile(session: Session) -> Iterator[dict[str, Any]]:
                 (folder / f"{page}.csv").write_text(pages[page])
             found = stalls(pages["source"])
             if not found:
-                yield row("profiler", None, "samples", why=said[-300:] or "no samples")
+                yield row("profiler", None, "samples", why=output[-300:] or "no samples")
             for each, kernel in zip(products(session), found, strict=False):
                 yield from rows_of_kernel(each.case, kernel)
         with tarfile.open(session.output / KEPT, "w:gz") as kept:

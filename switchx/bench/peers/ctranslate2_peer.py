@@ -78,8 +78,9 @@ def ratios(config, inputs: list[list[int]], new_tokens: int, decoder, rounds: in
                 for dtype, each in theirs.items():
                     ratio = speedup(each, ours)  # our time over theirs
                     worst[dtype] = max(worst[dtype], ratio)
-                    said = json.loads((folder / f"{batch}_{beams}_{dtype}.json").read_text())
-                    same = sum(a == b for a, b in zip(decode.tokens, said, strict=True)) / batch
+                    texts = json.loads((folder / f"{batch}_{beams}_{dtype}.json").read_text())
+                    pairs = zip(decode.tokens, texts, strict=True)
+                    same = sum(a == b for a, b in pairs) / batch
                     row = {"peer": each.name, **in_ms(each), "our_time_over_theirs": ratio}
                     rows.append(row | {"same_texts": same})
     return rows, [Check(CHECKS[dtype], ratio, BOUND) for dtype, ratio in worst.items()]
@@ -108,8 +109,8 @@ def main(settings: dict[str, Any]) -> None:
             min_decoding_length=settings["new_tokens"],
             max_decoding_length=settings["new_tokens"],
         )
-        said = [[_token(name) for name in each.hypotheses[0]] for each in results]
-        (folder / f"{batch}_{beams}_{dtype}.json").write_text(json.dumps(said))
+        outputs = [[_token(name) for name in each.hypotheses[0]] for each in results]
+        (folder / f"{batch}_{beams}_{dtype}.json").write_text(json.dumps(outputs))
         print("done", flush=True)
 
 

@@ -174,13 +174,13 @@ def deadline(seconds: int) -> Iterator[None]:
     def end(*_) -> None:
         raise TimeoutError(f"it took more than {seconds} s")
 
-    before = signal.signal(signal.SIGALRM, end)
+    previous = signal.signal(signal.SIGALRM, end)
     signal.alarm(seconds)
     try:
         yield
     finally:
         signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, previous)
 
 
 def main(settings: dict) -> None:

@@ -152,12 +152,12 @@ def read_lines(name: str) -> list[str]:
 
 
 def encoded(
-    arguments: argparse.Namespace, encode: Callable[[str], list[int]], text: str, of: str = ""
+    arguments: argparse.Namespace, encode: Callable[[str], list[int]], text: str, at: str = ""
 ) -> list[int]:
     """Token ids of a text.
 
     Args:
-        of: begins an error's text, which is to be said after a line's number.
+        at: begins an error's text, which is to be said after a line's number.
 
     Raises:
         ValueError: the text cannot be encoded or is too long.
@@ -165,9 +165,9 @@ def encoded(
     try:
         tokens = encode(text)
     except ValueError as error:
-        raise ValueError(f"{of}cannot be read ({error})") from None
+        raise ValueError(f"{at}cannot be read ({error})") from None
     if len(tokens) > (most := arguments.max_input_tokens):
-        raise ValueError(f"{of}has {len(tokens)} tokens, more than --max_input_tokens={most}")
+        raise ValueError(f"{at}has {len(tokens)} tokens, more than --max_input_tokens={most}")
     return tokens
 
 

@@ -58,7 +58,7 @@ class Account:
         kinds = ", ".join(f"{number:,} {kind}" for kind, number in self.files.items())
         documents = ", ".join(f"{n:,} in {split}" for split, n in self.documents.items())
         rows = "" if self.rows is None else f", {self.rows:,} rows"
-        said = (
+        text = (
             f"{self.corpus}: {sum(self.files.values()):,} files ({kinds}), {self.num_bytes:,} "
             f"bytes{rows}; documents: {documents}"
         )
@@ -67,7 +67,7 @@ class Account:
             for reason, (count, names) in self.left_out.items()
         ]
         left_out += [f"{count:,} {reason}" for reason, count in self.rows_left_out.items()]
-        return said + f"\n{self.corpus}: left out {'; '.join(left_out)}" * bool(left_out)
+        return text + f"\n{self.corpus}: left out {'; '.join(left_out)}" * bool(left_out)
 
 
 @dataclasses.dataclass(frozen=True)

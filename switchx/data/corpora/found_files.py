@@ -47,7 +47,7 @@ class FoundFiles:
         Raises:
             ValueError: the path does not exist, or a folder in it cannot be read.
         """
-        root, before = as_folder(name), set(self.files)
+        root, known = as_folder(name), set(self.files)
         if not root.exists():
             raise ValueError(f"{root} does not exist; name a file or a folder of files")
         if not root.is_dir():
@@ -59,7 +59,7 @@ class FoundFiles:
             _find_in_store(root, self)
         else:
             _find_here(root.resolve(), self, ignored)
-        return [path for path in self.files if path not in before]
+        return [path for path in self.files if path not in known]
 
     def add_entries(self, folder: Path) -> None:
         """Finds the files that are in a folder on this machine itself, and not below it.

@@ -73,8 +73,8 @@ def named(folder: Path, name: str) -> Path | None:
         paths = list(folder.iterdir()) if folder.is_dir() else []
     except OSError as error:
         raise ValueError(f"{folder} cannot be read: {error}; name another folder") from error
-    of = name_of(name)
-    return only([path for path in paths if name_of(path.name)[:2] == of[:2] and path.is_file()])
+    wanted = name_of(name)[:2]
+    return only([path for path in paths if name_of(path.name)[:2] == wanted and path.is_file()])
 
 
 def only(paths: Sequence[Folder]) -> "Folder | None":
@@ -89,7 +89,7 @@ def only(paths: Sequence[Folder]) -> "Folder | None":
     first, *others = sorted(paths, key=lambda path: (len(path.name), path.name)) or [None]
     for other in others:
         lines = itertools.zip_longest(read_lines(first), read_lines(other))
-        if any(here != there for here, there in lines):
+        if any(a != b for a, b in lines):
             raise ValueError(
                 f"{first} and {other.name} beside it hold different texts under one name; take "
                 "one of them away, or rename it"

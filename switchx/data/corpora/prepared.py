@@ -145,8 +145,8 @@ def open_prepared(recipe: Recipe, split: str, data_dir: str | None) -> CorpusSou
 
 
 def _damaged(recipe: Recipe, error: Exception, way_out: str) -> ValueError:
-    said = " ".join(f"{error}".split()) or type(error).__name__
-    return ValueError(f"the prepared data of {recipe.name} is damaged: {said}; {way_out}")
+    reason = " ".join(f"{error}".split()) or type(error).__name__
+    return ValueError(f"the prepared data of {recipe.name} is damaged: {reason}; {way_out}")
 
 
 @contextlib.contextmanager

@@ -61,8 +61,8 @@ class SoundRecords:
         ends = np.cumsum(self.lengths)
         number = int(np.searchsorted(ends, index, side="right"))
         place = index - int(ends[number]) + self.lengths[number]
-        said = " ".join(str(error).split())[:300] or type(error).__name__
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
         return ValueError(
-            f"{self.name}: record {place} of {self.files[number]} cannot be read: {said}; "
+            f"{self.name}: record {place} of {self.files[number]} cannot be read: {reason}; "
             f"{self.way_out}"
         )

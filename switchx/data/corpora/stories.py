@@ -69,8 +69,8 @@ class StoryList(RawFile):
         for folder in self._folders(path).values():
             digest.update(str(folder.resolve()).encode())
             for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-                about = entry.stat()
-                digest.update(f"{entry.name} {about.st_size} {about.st_mtime_ns}\n".encode())
+                status = entry.stat()
+                digest.update(f"{entry.name} {status.st_size} {status.st_mtime_ns}\n".encode())
         return *super().state(path), digest.hexdigest()
 
     @staticmethod

@@ -65,9 +65,9 @@ def columns_of(path: Folder) -> tuple[list[str], dict[str, tuple[str, ...]]]:
         ValueError: as `read_table`.
     """
     with _opened(path) as (schema, _):
-        about = (schema.metadata or {}).get(b"huggingface", b"{}")
+        described = (schema.metadata or {}).get(b"huggingface", b"{}")
         try:
-            features = (json.loads(about).get("info") or {}).get("features") or {}
+            features = (json.loads(described).get("info") or {}).get("features") or {}
             classes = dict(_classes_in(features))
         except (ValueError, AttributeError, KeyError, TypeError) as error:
             raise OSError(f"its description by `datasets` is damaged ({error!r})") from error
@@ -127,24 +127,24 @@ def _opened(
 
 
 def _size(file: BinaryIO) -> int:
-    before = file.tell()
+    position = file.tell()
     size = file.seek(0, io.SEEK_END)
-    file.seek(before)
+    file.seek(position)
     return size
 
 
 def _all_rows(table, columns: Sequence[str] | None, num_bytes: int) -> Iterator[Any]:
     """Batches of a Parquet file. Its description has no checksum: its numbers have to agree."""
-    about, num_read = table.metadata, 0
-    groups = [about.row_group(i) for i in range(about.num_row_groups)]
-    if not groups and num_bytes > about.serialized_size + _PARQUET_FRAME:
+    metadata, num_read = table.metadata, 0
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    if not groups and num_bytes > metadata.serialized_size + _PARQUET_FRAME:
         raise OSError("it describes no rows, and holds some")
     for batch in table.iter_batches(columns=columns):
         num_read += batch.num_rows
         yield batch
-    said = {about.num_rows, sum(group.num_rows for group in groups)}
-    if said != {num_read}:
-        raise OSError(f"it says that it has {about.num_rows} rows, and gives {num_read}")
+    stated = {metadata.num_rows, sum(group.num_rows for group in groups)}
+    if stated != {num_read}:
+        raise OSError(f"it says that it has {metadata.num_rows} rows, and gives {num_read}")
 
 
 def _whole(stream, file: BinaryIO) -> Iterator[Any]:

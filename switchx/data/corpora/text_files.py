@@ -103,17 +103,17 @@ def find_texts(path: str | Sequence[str], columns: Sequence[str] | None = None) 
     require(names, "no text files are named; expected files or folders of text")
     found = FoundFiles(wants=lambda name: is_text_file(name, columns))
     for name in names:
-        before = len(found.files), len(found.left_out[AGAIN])
-        there = found.add(name)
-        for folder in {file.parent for file in there if file.suffix.lower() == ".arrow"}:
+        counts = len(found.files), len(found.left_out[AGAIN])
+        found_now = found.add(name)
+        for folder in {file.parent for file in found_now if file.suffix.lower() == ".arrow"}:
             saved = tables.saved_tables(folder)
-            for file in [each for each in there if saved and each.parent == folder]:
+            for file in [each for each in found_now if saved and each.parent == folder]:
                 if file.suffix.lower() == ".arrow" and file not in saved:
                     found.leave_out(file, "not listed in state.json")
         found.keep()
-        kinds = Counter("".join(name_of(file.name)[1:]) or "none" for file in there)
+        kinds = Counter("".join(name_of(file.name)[1:]) or "none" for file in found_now)
         require(
-            not there or (len(found.files), len(found.left_out[AGAIN])) != before,
+            not found_now or (len(found.files), len(found.left_out[AGAIN])) != counts,
             f"{as_folder(name)} holds no text: its files end in "
             f"{', '.join(f'{kind} ({times})' for kind, times in kinds.items())}, and none in "
             f"{_READ}; rename or convert them (.csv and .tsv: configs/tasks/templates.gin)",

@@ -112,8 +112,8 @@ class TfdsFolder:
                 try:
                     yield plain(features.deserialize_example_np(data), features)
                 except Exception as error:  # of protocol buffers and TFDS
-                    said = " ".join(str(error).split())[:300]
-                    what = f"record {number} of {path} cannot be read: {said}"
+                    reason = " ".join(str(error).split())[:300]
+                    what = f"record {number} of {path} cannot be read: {reason}"
                     raise ValueError(f"{what}; {self._way_out}") from error
             require(num_records == length, wrong_number(path, num_records, length))
 
@@ -137,11 +137,11 @@ class TfdsFolder:
         )
         found = []
         for path in map(os.fspath, info.splits[split].filepaths):
-            there = [name for name in (path, f"{path}.gz") if epath.Path(name).exists()]
+            existing = [name for name in (path, f"{path}.gz") if epath.Path(name).exists()]
             require(
-                there, f"{path} is not there; the split {split!r} is not whole: copy it anew"
+                existing, f"{path} is not there; the split {split!r} is not whole: copy it anew"
             )
-            found.append(there[0])
+            found.append(existing[0])
         return tuple(found)
 
 

@@ -35,9 +35,9 @@ def columns(
 
     def rows(row: Row) -> Iterator[Row]:
         texts = {ours: first_of(row, theirs) for ours, theirs in fields.items()}
-        there = [row[name] for name in label.split("|") if name in row]
+        present = [row[name] for name in label.split("|") if name in row]
         index = {name: row[name] for name in ("idx",) if name in row}
-        yield texts | index | {"label": _class_number(there[0], classes) if there else -1}
+        yield texts | index | {"label": _class_number(present[0], classes) if present else -1}
 
     return rows
 

@@ -55,13 +55,13 @@ class RingTraffic:
 
     def __str__(self) -> str:
         mib = 2**20
-        said = (
+        text = (
             f"experts: a ring of {self.slots} layers, {self.device_bytes / mib:,.2f} of "
             f"{self.expert_bytes / mib:,.2f} MiB on the device, "
             f"{self.host_bytes / mib:,.2f} in host memory; {self.calls:,} calls, "
             f"{self.moved_bytes / mib:,.2f} MiB moved"
         )
-        return f"{said}; {self.advice}" if self.advice else said
+        return f"{text}; {self.advice}" if self.advice else text
 
 
 class RingExperts:

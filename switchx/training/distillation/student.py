@@ -143,11 +143,11 @@ class DistilledProgram(TaughtProgram):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        said = (
+        note = (
             f"teacher: {self.teacher_parameters:,} parameters of "
             f"{self.teacher_folder.where}, checkpoint {self.teacher_step}"
         )
-        return (*super().notes, said, *self._group_notes())
+        return (*super().notes, note, *self._group_notes())
 
     def _group_notes(self) -> tuple[str, ...]:
         """Whether microbatches change what a sparse teacher drops."""

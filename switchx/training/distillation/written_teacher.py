@@ -94,7 +94,7 @@ def write_logits(
         writer.end()
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices("switchx_logits")
-        about = program.teacher_record | {
+        manifest = program.teacher_record | {
             "top": top,
             "vocab_size": V,
             "architecture": job.model.architecture,
@@ -102,7 +102,7 @@ def write_logits(
         }
         if is_first:
             save_vocabulary(load_vocabulary(program.teacher_folder.root), partial)
-            write_manifest(partial, MANIFEST, about, CHECKSUM)
+            write_manifest(partial, MANIFEST, manifest, CHECKSUM)
             num_bytes = sum(path.stat().st_size for path in partial.iterdir())
     return num_bytes
 
@@ -155,10 +155,10 @@ class WrittenTeacherProgram(TaughtProgram):
             ("architecture", job.model),
             ("batch_size", job),
         ):
-            here, there = getattr(owner, name), self._about.get(name)
+            own, theirs = getattr(owner, name), self._about.get(name)
             require(
-                here == there,
-                f"{name}={here!r} of the student, and {there!r} of the one that {self._folder} "
+                own == theirs,
+                f"{name}={own!r} of the student, and {theirs!r} of the one that {self._folder} "
                 "was written for; use that, or write it again",
             )
         require(
@@ -201,12 +201,12 @@ class WrittenTeacherProgram(TaughtProgram):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        about = self._about
-        said = (
-            f"teacher: the {about['top']} most probable tokens of {about['teacher']}, "
-            f"checkpoint {about['step']}, in {self._folder}"
+        teacher = self._about
+        note = (
+            f"teacher: the {teacher['top']} most probable tokens of {teacher['teacher']}, "
+            f"checkpoint {teacher['step']}, in {self._folder}"
         )
-        return (*super().notes, said)
+        return (*super().notes, note)
 
 
 def student_program(job: TrainingJob, devices=None) -> TrainingProgram:

@@ -68,16 +68,16 @@ class CompileTime:
     def __exit__(self, *exception) -> None:
         jax.monitoring.unregister_event_duration_listener(self._listen)
 
-    def _listen(self, event: str, duration: float, **about) -> None:
+    def _listen(self, event: str, duration: float, **labels) -> None:
         if not event.startswith(COMPILE_EVENTS) or threading.get_ident() != self._thread:
             return
         end = self._clock()
         start = end - duration
         # An outer one is reported after those inside of it.
         while self._counted and self._counted[-1][1] > start:
-            before = self._counted.pop()
-            self.seconds -= before[1] - before[0]
-            start = min(start, before[0])
+            earlier = self._counted.pop()
+            self.seconds -= earlier[1] - earlier[0]
+            start = min(start, earlier[0])
         self._counted.append((start, end))
         self.seconds += end - start
 
@@ -121,14 +121,14 @@ class Goodput:
     def begin(self, step: int) -> None:
         """Adds to what earlier processes counted; this one resumes after `step`."""
         self._has_begun = True
-        before = _read(self._path) if self._is_writer else None
-        if before is None:
+        earlier = _read(self._path) if self._is_writer else None
+        if earlier is None:
             return
         self._cause = "restart"
-        self.seconds |= before["seconds"]
-        self.restarts = before["restarts"] + 1
-        self.lost_steps = before["lost_steps"] + max(before["step"] - step, 0)
-        saved = {int(s): each for s, each in before["at_checkpoints"].items()}
+        self.seconds |= earlier["seconds"]
+        self.restarts = earlier["restarts"] + 1
+        self.lost_steps = earlier["lost_steps"] + max(earlier["step"] - step, 0)
+        saved = {int(s): each for s, each in earlier["at_checkpoints"].items()}
         self._at_checkpoints |= {s: each for s, each in saved.items() if s <= step}
         # Where another checkpoint is resumed than was saved here, what was lost is not known.
         lost_s = self.seconds["step"] - self._at_checkpoints.get(step, self.seconds["step"])
@@ -152,12 +152,12 @@ class Goodput:
     @contextlib.contextmanager
     def during(self, cause: Cause) -> Iterator[None]:
         """Counts the time within the context for `cause`, and after it for the cause before."""
-        before = self._cause
+        outer = self._cause
         self.goes_on_with(cause)
         try:
             yield
         finally:
-            self.goes_on_with(before)
+            self.goes_on_with(outer)
 
     def waited_for_data(self, seconds: float) -> None:
         """Counts seconds of steps as seconds of data: no step ran, as there was no batch."""

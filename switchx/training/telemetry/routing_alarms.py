@@ -141,9 +141,9 @@ class AlarmWatch:
         checks = (self._violation, self._dropped, self._dead, self._bias, self._information)
         found = {}
         for check in checks if has_begun else ():
-            for kind, n, value, limit, said in check(routing):
+            for kind, n, value, limit, sentence in check(routing):
                 layer = self._layer(n)
-                text = f"{layer}: {said}"
+                text = f"{layer}: {sentence}"
                 found[kind, n] = Alarm(step, kind, layer, float(value), float(limit), text)
         self._violations.append(routing["max_violation"])
         new, self._raised = found.keys() - self._raised, {*found}
