@@ -117,7 +117,8 @@ def _draw_frontier(axis, panel: Frontier, names: tuple[str, str]) -> None:
 
 
 def _draw_strip(axis, strip: Strip) -> None:
-    dark, marker = COLOURS(0.9), "D" if strip.is_difference else "o"
+    dark = COLOURS(0.9)
+    marker = "D" if strip.is_difference else "o"
     for column, (name, each) in enumerate(strip.values.items()):
         axis.plot([column] * 2, [each["low"], each["high"]], color=dark, linewidth=1.5)
         face = "white" if name in strip.hollow else dark
@@ -148,7 +149,9 @@ def points_figure(points: Sequence[Mapping[str, float | str | None]]) -> Figure:
         axis = figure.subplots()
     names: dict[tuple[int, float], tuple[float, float, list]] = {}
     for point in points:
-        size, loss, after = point["MiB"], point["loss"], point["loss after"]
+        size = point["MiB"]
+        loss = point["loss"]
+        after = point["loss after"]
         if after is not None:
             axis.plot([size, size], [loss, after], "-", color="0.6", linewidth=1)
             axis.plot(size, after, "o", color=COLOURS(0.9))

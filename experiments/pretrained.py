@@ -41,10 +41,8 @@ def pretrained(experiment: Experiment, name: str) -> RunFolder:
         for file in (runs / "begun.json", runs / "data.json")
     )
     cell = line["cell"]
-    files, placed = (
-        [ROOT / file for file in cell["gin_files"]],
-        experiment.placed(cell["bindings"]),
-    )
+    files = [ROOT / file for file in cell["gin_files"]]
+    placed = experiment.placed(cell["bindings"])
     with _GIN:
         job = job_from_gin(files, placed)
     differing = list(differences(read_config(run), job, "resume"))  # gin files are edited

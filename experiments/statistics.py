@@ -151,7 +151,8 @@ def _of_power(sizes: dict[str, float], power: int) -> dict[str, float]:
     weights are in the digest of a rule."""
     if len({*sizes.values()}) <= power:
         raise ValueError(f"{sizes=}; give more than {power} different sizes")
-    logs, left = [math.log2(size) for size in sizes.values()], []
+    logs = [math.log2(size) for size in sizes.values()]
+    left = []
     for exponent in range(power + 1):
         column = [x**exponent for x in logs]
         for lower in left:

@@ -136,7 +136,8 @@ def _watching(folder: RunFolder) -> str:
 
 def _drops_of(job: TrainingJob, folder: RunFolder) -> str | None:
     """What is known of dropped choices at a job's capacity, from the run before; or None."""
-    switch, earlier = job.model.switch, folder if folder.is_begun else None
+    switch = job.model.switch
+    earlier = folder if folder.is_begun else None
     if earlier is None and job.init_from is not None:
         earlier = RunFolder(job.init_from)
     if switch is None or earlier is None or jax.process_index():

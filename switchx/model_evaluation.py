@@ -405,7 +405,8 @@ class _Replayed:
     def given(self, batch: Batch) -> Batch:
         """The next batch, with the choices of the record."""
         _, parts = next(self._batches, (None, ()))
-        info, parts = self._record.info, {part.stack: part for part in parts}
+        info = self._record.info
+        parts = {part.stack: part for part in parts}
         is_same = parts.keys() == info.layers.keys() and all(
             np.array_equal(part.token_BL, batch[f"{stack}_input_tokens"])
             for stack, part in parts.items()
@@ -550,7 +551,9 @@ class _Texts:
         self, model: api.Model, generator: Generator, questions: list[Questions], reporter
     ) -> list[Answers]:
         """Answers of all questions; the file has them from when each task is done."""
-        answers, lines, done = [], [], 0
+        answers = []
+        lines = []
+        done = 0
         reporter.begin(0, sum(len(each.prompts) for each in questions))
         for asked in questions:
             reporter.note(f"answering {len(asked.prompts):,} examples of {asked.task.name}")

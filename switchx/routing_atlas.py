@@ -127,7 +127,9 @@ def make_atlas(
             loss_B[b], tokens_B[b] = -score.log_likelihood, score.num_tokens
             reporter.counted(done)
     reporter.note(writer.summary().removeprefix(f"{folder}/"))
-    record, layers, removed = open_record(path), [], None
+    record = open_record(path)
+    layers = []
+    removed = None
     piece = lambda token: model.vocabulary.piece(token).text  # noqa: E731
     with TableFolder(folder / "tables", name) as tables:
         for layer in statistics.read_layers(record, labels, seed, model.ids.start_id):
@@ -356,7 +358,8 @@ def write_page(path: pathlib.Path, atlases: Sequence[Atlas]) -> dict:
     Returns:
         The numbers that sum it up.
     """
-    names, first = " and ".join(atlas.name for atlas in atlases), atlases[0]
+    names = " and ".join(atlas.name for atlas in atlases)
+    first = atlases[0]
     facts = {
         "model": names,
         "Switch layers": f"{len(first.layers)} of {first.layers[0].num_experts} experts",

@@ -240,7 +240,8 @@ def run_cells(
     """
     write_atomically(sweep.output / "sweep.json", f"{json.dumps(sweep.common)}\n".encode())
     (sweep.output / "logs").mkdir(exist_ok=True)
-    waiting, failed = [cell for cell in cells if cell.loss is None], {}
+    waiting = [cell for cell in cells if cell.loss is None]
+    failed = {}
     note(f"{len(cells)} cells, {len(cells) - len(waiting)} of them done before")
 
     def is_free(cell: Cell) -> bool:

@@ -58,7 +58,9 @@ def measured(rows: tuple[int, ...], devices: int) -> dict[str, Any]:
     program = compiled_program(job, jax.devices()[:devices])
     shape = (sum(rows),)
     index = program.batch_sharding.devices_indices_map(shape).values()
-    losses, compiled, state = [], None, program.init_state()
+    losses = []
+    compiled = None
+    state = program.init_state()
     loader = TrainLoader(job.source, job.batches, seed=job.seed, data_dir=job.data_dir)
     with contextlib.closing(loader), program.scope():
         for _ in range(STEPS):

@@ -21,7 +21,9 @@ TIME, MEMORY = "time over predicted (95%)", "memory over predicted"
 COPIES, ADDED = "copies, share of the time", "time added over copies' (95%)"
 # Of the time: what slots have to move for their time to be told.
 LEAST_COPIES = 0.05
-BITS, SLOTS, TURNS = ("bf16", "int8", "int4"), (2, 4, 8), 40
+BITS = ("bf16", "int8", "int4")
+SLOTS = (2, 4, 8)
+TURNS = 40
 
 
 def row_of(weights: str, slots: int, turns: int) -> dict[str, Any]:

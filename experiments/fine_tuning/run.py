@@ -254,7 +254,8 @@ def run(study: Study) -> None:
     tasks = (METHOD.swept_on,) if study.is_quick else tuple(TASKS)
     files = study.files(*(TASKS[task].files for task in tasks))
     seeds = (0,) if study.is_quick else RULES[0].seeds_at(study.look)
-    quality, rates = {}, {name: each.rates[0] for name, each in LEARNERS.items()}
+    quality = {}
+    rates = {name: each.rates[0] for name, each in LEARNERS.items()}
     if not study.is_quick:
         found = on_each_core(lambda learner: swept(study, cells, learner), LEARNERS)
         quality = dict(zip(LEARNERS, found, strict=True))

@@ -188,7 +188,8 @@ def per_channels(case: Case, back_end: str, body: list[tuple[int, str]]) -> dict
         rows, features, warps = tiling.rows, tiling.features, tiling.warps
     channels = products_of(body) * warps // (rows * features)
     to_128 = 128 / channels
-    instructions, stalls = len(body), sum(stall for stall, _ in body)
+    instructions = len(body)
+    stalls = sum(stall for stall, _ in body)
     conversions = sum(bool(re.search(r"\b(I2F|I2FP)\b", text)) for _, text in body)
     return {
         "instructions": instructions * to_128,

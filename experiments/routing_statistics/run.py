@@ -75,7 +75,10 @@ def read_sample(model: switchx.Model, files: Sequence[pathlib.Path], documents: 
     kept = []
     writer = types.SimpleNamespace(add=lambda number, parts, *_: kept.append(parts["decoder"]))
     scorer = model.scorer(record=writer)
-    experts, tokens, numbers, sources = [], [], [], []
+    experts = []
+    tokens = []
+    numbers = []
+    sources = []
     for source, file in enumerate(files):
         corpus = TextFiles(path=str(file)).open("validation", None)
         for record in range(min(documents, len(corpus.records))):
@@ -231,7 +234,9 @@ def section(results: dict[str, Any] | None = None) -> Section:
     """What results.json says, as a map a label and layer, for the notebook and the page."""
     if results is None:
         results = json.loads((FOLDER / "results.json").read_text(encoding="utf-8"))
-    shares, names, titles = [], [], []
+    shares = []
+    names = []
+    titles = []
     for label, found in results["labels"].items():
         for layer in found["layers"]:
             counts = np.array(layer["counts"])

@@ -170,7 +170,8 @@ def _epilogue(texts: list[str], targets: list, begin: int, end: int) -> list[int
             is_stored = False
         target, i = targets[i], i + 1
         if target is not None and i < target and "UTMASTG" in "\n".join(texts[i:target]):
-            i, is_stored = (target if is_stored else i), True
+            i = target if is_stored else i
+            is_stored = True
     return taken
 
 

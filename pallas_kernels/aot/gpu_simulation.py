@@ -126,7 +126,8 @@ def loop_cycles(loop: Sequence[Instruction], warps: int) -> int:
     Args:
         warps: number of warps of a scheduler, which is that of the warpgroups that multiply.
     """
-    scheduler, every = _Scheduler(), [_Warp() for _ in range(warps)]
+    scheduler = _Scheduler()
+    every = [_Warp() for _ in range(warps)]
     while running := [warp for warp in every if warp.runs < RUNS]:
         # Of the warps that could issue at the same time, the one that is behind.
         warp = min(

@@ -55,7 +55,9 @@ def run(
     Returns:
         One row for each product: the best tiling, its time and the default's time.
     """
-    rows, cache, path = [], {}, path or user_file()
+    rows = []
+    cache = {}
+    path = path or user_file()
     for cell in cells_to_tune() if cells is None else cells:
         for bits in (None, 8, 4):
             key, tiling, row = tune_one(cell, bits, rounds, cache)

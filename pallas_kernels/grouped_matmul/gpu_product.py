@@ -293,7 +293,9 @@ def _copies(
     weights: Weights,
     mosaic: Mosaic,
 ):
-    tiling, ring, w_ring = walk.tiling, rings["x"], rings.get("w")
+    tiling = walk.tiling
+    ring = rings["x"]
+    w_ring = rings.get("w")
 
     def copy_tile(turn, step):
         row_tile, feature_tile, split = walk.tile(turn, tiles)

@@ -154,7 +154,9 @@ def weight_gradient(x_RD, dy_RF, group_sizes_E, *, out_dtype, tiling: Tiling | N
     Raises:
         ValueError: `tiling` does not fit.
     """
-    (R, D), F, E = x_RD.shape, dy_RF.shape[1], group_sizes_E.shape[0]
+    R, D = x_RD.shape
+    F = dy_RF.shape[1]
+    E = group_sizes_E.shape[0]
     if 0 in (R, D, F, E):
         return jnp.zeros((E, D, F), out_dtype)
     tiling = tiling or default_tiling(R, D, F, E)
@@ -263,7 +265,9 @@ def add_up_blocks(x_RD, weight_block, shape, group_sizes_E, transpose_w, tiling:
 
 def weight_gradient_on_cpu(x_RD, dy_RF, group_sizes_E, out_dtype, tiling: Tiling):
     """The loops of the CPU; see the module."""
-    (R, D), F, E = x_RD.shape, dy_RF.shape[1], group_sizes_E.shape[0]
+    R, D = x_RD.shape
+    F = dy_RF.shape[1]
+    E = group_sizes_E.shape[0]
     b, K = min(tiling.rows, R), tiling.weight_rows
     x_RD = vary_like(x_RD, dy_RF, group_sizes_E)
     groups = Groups.of(group_sizes_E, R)

@@ -127,7 +127,9 @@ def weight_gradient(
     # Mosaic copies no block of fewer than 8 rows.
     missing = max(0, 8 - len(x_RD))
     x_RD, dy_RF = (jnp.pad(each, ((0, missing), (0, 0))) for each in (x_RD, dy_RF))
-    [R, D], F, E = x_RD.shape, dy_RF.shape[1], group_sizes_E.shape[0]
+    R, D = x_RD.shape
+    F = dy_RF.shape[1]
+    E = group_sizes_E.shape[0]
     out_dtype = jnp.dtype(out_dtype)
     problem = Problem.of(R, D, F, E, x_RD.dtype, out_dtype, is_weight_gradient=True)
     tiling = tiling or tpu_tiling.candidates(problem)[0]
@@ -169,7 +171,9 @@ def _pipeline(tiling: Tiling, D: int, F: int, tiles: BlockTiles):
 def _add_tile(tiles: BlockTiles, scratch, x_rd, dy_rf, dw_df):
     """One tile of rows, added to one block of its expert's gradient."""
     p, last = pl.program_id(2), tiles.count[0] - 1
-    expert, begin, end = tiles.expert_P[p], tiles.begin_P[p], tiles.end_P[p]
+    expert = tiles.expert_P[p]
+    begin = tiles.begin_P[p]
+    end = tiles.end_P[p]
     is_first = (p == 0) | (tiles.expert_P[jnp.maximum(p - 1, 0)] != expert)
     is_last = (p == last) | (tiles.expert_P[jnp.minimum(p + 1, last)] != expert)
     [sum_df] = scratch or [dw_df]

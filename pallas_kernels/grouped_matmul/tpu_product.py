@@ -271,7 +271,9 @@ def _multiply_tile(plan: _Plan, tiles: BlockTiles, scratch, x_rd, *refs):
     extras = dict(zip(plan.names, refs, strict=False))
     results = refs[len(extras) :]
     p, d = pl.program_id(1), pl.program_id(2)
-    begin, end, num_tiles = tiles.begin_P[p], tiles.end_P[p], tiles.count[0]
+    begin = tiles.begin_P[p]
+    end = tiles.end_P[p]
+    num_tiles = tiles.count[0]
     last_D = plan.num_blocks_D - 1
 
     def store(sums, piece: _Piece, columns):

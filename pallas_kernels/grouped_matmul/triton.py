@@ -214,7 +214,8 @@ def multiply_rows(
             activation,
         )
 
-    grid, results = (tiles, pl.cdiv(F, tiling.features)), [((R, F), each) for each in dtypes]
+    grid = (tiles, pl.cdiv(F, tiling.features))
+    results = [((R, F), each) for each in dtypes]
     return _run(body, operands, results, grid, tiling, interpret, name)
 
 

@@ -72,7 +72,9 @@ def from_gptq(
         )
     qweight, qzeros, scales = map(np.asarray, (qweight, qzeros, scales))
     _check_arrays({"qweight": qweight, "qzeros": qzeros}, scales)
-    n, (E, rows, _), (G, F) = 32 // bits, qweight.shape, scales.shape[1:]
+    n = 32 // bits
+    E, rows, _ = qweight.shape
+    G, F = scales.shape[1:]
     D = rows * n
     _check_shape("qweight", qweight, (E, rows, F), qweight.shape[2] == F)
     _check_shape("qzeros", qzeros, (E, G, F // n), qzeros.shape == (E, G, F // n))

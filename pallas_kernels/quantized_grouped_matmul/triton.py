@@ -95,7 +95,8 @@ def forward(
             possible.
     """
     (R, D), (E, F, last), G = x_RD.shape, values.shape, scales_EFG.shape[2]
-    bits, is_float8 = 4 if values.dtype == jnp.uint8 else 8, values.dtype == FLOAT8
+    bits = 4 if values.dtype == jnp.uint8 else 8
+    is_float8 = values.dtype == FLOAT8
     group_size = D // G
     if reason := refusal(x_RD.dtype, bits, R, D, F, E, None if G == 1 else group_size):
         raise ValueError(reason)

@@ -348,7 +348,9 @@ def specialization(
     A p-value is (1 + permutations that are as large) / (1 + permutations): Phipson and Smyth
     2010 (arXiv:1603.05766).
     """
-    E, R, K = num_experts, len(labels.label_R), len(labels.names)
+    E = num_experts
+    R = len(labels.label_R)
+    K = len(labels.names)
     is_choice_TS = expert_TS < E
     text_TS = np.broadcast_to(text_T[:, None], expert_TS.shape)[is_choice_TS]
     cells = text_TS.astype(np.int64) * E + expert_TS[is_choice_TS]

@@ -26,7 +26,9 @@ class TableFolder(contextlib.ExitStack):
 
     def __init__(self, folder: pathlib.Path, model: str):
         super().__init__()
-        self._folder, self._model, self._writers = folder / model, model, {}
+        self._folder = folder / model
+        self._model = model
+        self._writers = {}
         self._folder.mkdir(parents=True)
 
     def add(self, name: str, **columns: Any) -> None:

@@ -129,7 +129,10 @@ def read_run_log(folder: str | os.PathLike) -> RunLog:
         ValueError: it has no configuration, no logged step or no evaluation, or a file is
             damaged; says which.
     """
-    root, seed, settings, losses = pathlib.Path(folder), "", {}, {}
+    root = pathlib.Path(folder)
+    seed = ""
+    settings = {}
+    losses = {}
     logs = {"training": root / "metrics.jsonl", "validation": root / "validation.jsonl"}
     lines = {kind: read_lines(path) for kind, path in logs.items()}
     for kind, path in logs.items():
@@ -354,7 +357,8 @@ class Comparison:
 
     def settings(self) -> Section:
         """The settings that differ between configurations."""
-        title, found = "What differs", differing([each.runs[0] for each in self.configurations])
+        title = "What differs"
+        found = differing([each.runs[0] for each in self.configurations])
         if not found:
             return Section(title, "Nothing, but for seeds.")
         rows = [(name, *row) for name, row in found.items()]

@@ -349,8 +349,9 @@ def training_note(
         folder: `routing/` of the run that goes on, or that parameters are taken from.
         group_size: places of the largest groups that training has.
     """
-    router, by_step = switch.router, lambda path: (len(path.name), path.name)
-    path = max(folder.glob("step_*.parquet"), default=None, key=by_step)
+    router = switch.router
+    records = folder.glob("step_*.parquet")
+    path = max(records, default=None, key=lambda path: (len(path.name), path.name))
     drops_none = router.overflow == "dropless" or router.has_choosing_experts
     if path is None or drops_none or switch.expert_capacity is not None:
         return None

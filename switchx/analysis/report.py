@@ -338,7 +338,8 @@ def saturation_section(snapshots: Sequence[Snapshot], note: str = "") -> Section
         return Section(
             title, "This takes a run folder with two evaluations of the same tokens."
         )
-    final, steps = snapshots[-1], np.array([each.step for each in snapshots])
+    final = snapshots[-1]
+    steps = np.array([each.step for each in snapshots])
     chosen = np.concatenate([stack.expert_NTS.ravel() for stack in final.stacks])
     tokens = sum(math.prod(stack.expert_NTS.shape[:2]) for stack in final.stacks)
     chance = np.sum(chosen < final.num_experts) / tokens / final.switch.num_candidates

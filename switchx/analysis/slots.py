@@ -161,7 +161,8 @@ def setting_of(
         "others; use rounds=1, or num_selected=1",
     )
     if rounds is not None:
-        overflow, tried = ("reroute" if rounds > 1 else "drop"), rounds
+        overflow = "reroute" if rounds > 1 else "drop"
+        tried = rounds
     elif overflow == "dropless" or S > 1 or rule != "switchx":
         overflow = "drop"
     router = dataclasses.replace(

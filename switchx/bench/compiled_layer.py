@@ -90,7 +90,9 @@ def layer_bytes(
     """
     times, arrays_D, arrays_F = 1, 2, 2
     if direction == "backward":
-        times, arrays_D, arrays_F = 3, 5, 11 if is_gated else 5
+        times = 3
+        arrays_D = 5
+        arrays_F = 11 if is_gated else 5
     matrices = times * matrix * (3 if is_gated else 2)
     return round(_ELEMENT * (matrices + arrays_D * rows_D + arrays_F * rows_F))
 

@@ -83,10 +83,14 @@ def inflight(config, params, rounds: int) -> tuple[list[dict[str, Any]], list[Ch
     from switchx.data.tasks import TextFormat
 
     model = Model(config, params, None, 0, TextFormat(True, False, True), "")
-    rows, checks, are_same = [], [], True
+    rows = []
+    checks = []
+    are_same = True
     for mix in MIXES:
         found, measured, is_same = _compare(model, mix, rounds)
-        rows, checks, are_same = rows + found, checks + measured, are_same and is_same
+        rows = rows + found
+        checks = checks + measured
+        are_same = are_same and is_same
     return rows, [*checks, Check("inflight_tokens_identical", float(are_same), "==1")]
 
 
@@ -117,7 +121,8 @@ def _compare(model, mix: Mix, rounds: int):
         per_s = LOAD * REQUESTS * crowd["tokens_per_s"] / sum(map(len, crowd["answers"]))
         for worker in workers.values():
             settled(lambda each=worker: _round(each, limits, prompts, sizes, arrivals / per_s))
-        done, compiled = {name: [] for name in workers}, COMPILATIONS.number
+        done = {name: [] for name in workers}
+        compiled = COMPILATIONS.number
         for number in range(rounds):
             for name in list(workers)[:: 1 if number % 2 else -1]:
                 measured = _round(workers[name], limits, prompts, sizes, arrivals / per_s)
@@ -171,7 +176,9 @@ def _round(worker, limits, prompts, sizes, arrivals_s) -> Round:
     from switchx.serving.request_queue import Answer, Failure, ProgramShape, QueuedInput
 
     events: queue.SimpleQueue = queue.SimpleQueue()
-    first_s, answered_s, answers = {}, {}, {}
+    first_s = {}
+    answered_s = {}
+    answers = {}
     start_s = time.monotonic()
     for number, (prompt, size, at_s) in enumerate(zip(prompts, sizes, arrivals_s, strict=True)):
         settings = DecodingConfig(size)

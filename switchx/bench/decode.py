@@ -145,7 +145,9 @@ def _measured(config, params, num_experts, rounds, peer, folder):
     for (batch, beams), check, _ in CASES:
         name = f"{num_experts} experts, batch {batch}, {beams} beams"
         decode = decoder(config, params, batch, beams)
-        ours, theirs, refused = Contender(f"ours, {name}", decode), [], []
+        ours = Contender(f"ours, {name}", decode)
+        theirs = []
+        refused = []
         if peer is not None:
             theirs, refused = _of_torch(peer, f"{batch} {beams}", name)
         take_turns([ours, *theirs], rounds)

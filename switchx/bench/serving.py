@@ -90,7 +90,8 @@ def serving(
             if service.worker.error is not None:
                 raise RuntimeError("the server's worker ended") from service.worker.error
             time.sleep(0.1)
-        tallies, untimed = {number: Tally() for number in CONCURRENCY}, Tally()
+        tallies = {number: Tally() for number in CONCURRENCY}
+        untimed = Tally()
         address = listener.getsockname()[:2]
         for number in CONCURRENCY:
             settled(lambda number=number: _ask(address, inputs, wanted, number, untimed))

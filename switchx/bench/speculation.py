@@ -86,7 +86,9 @@ def decoder(config: ModelConfig, params: dict, decoding: DecodingConfig, sentenc
 
 def speculation(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
     """Times whole outputs with drafts against outputs without, and compares their tokens."""
-    (config, params), rows, are_same = model(), [], []
+    config, params = model()
+    rows = []
+    are_same = []
     plain = DecodingConfig(NEW_TOKENS, eos_id=-1, pruning="none")
     drafting = dataclasses.replace(plain, prompt_lookup_num_tokens=DRAFTS)
     for batch in BATCHES:

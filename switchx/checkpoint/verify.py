@@ -120,7 +120,9 @@ def _share(num_bytes: dict[Any, int]) -> list:
 def _array_faults(path: Folder, stored: dict) -> list[str]:
     """Parts that are not what was saved, and numbers that are not finite."""
     parts: dict[tuple[str, int], tuple[tensorstore.TensorStore, Index, int | None]] = {}
-    faults, num_bytes, sizes = [], {}, {}
+    faults = []
+    num_bytes = {}
+    sizes = {}
     for item in items_of(path):
         listed, _ = read_lists(path / item)
         for name in _in_orbax(path, stored, item):
@@ -201,7 +203,9 @@ def _record_faults(path: Folder) -> list:
     """As of parts, of this process' share of the records, whose files are as they were."""
     if not has_records(path):
         return []
-    snapshot, found, updates = Snapshot(path / RECORDS), [], set()
+    snapshot = Snapshot(path / RECORDS)
+    found = []
+    updates = set()
     layout = snapshot.layout
     for key in range(jax.process_index(), layout.num_keys, jax.process_count()):
         try:

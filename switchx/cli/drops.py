@@ -80,7 +80,8 @@ def run_drops(arguments: argparse.Namespace) -> int:
         Report("drops", rows, [check]).print(as_json=True)
         return 0 if check.holds else 1
     total = sum(each.choices for each in errors)
-    info, recorded = record.info, sum(each.measured for each in errors) / max(total, 1)
+    info = record.info
+    recorded = sum(each.measured for each in errors) / max(total, 1)
     print(
         f"{record.path}: {record.num_places:,} places, {len(info.all_layers)} Switch layers of "
         f"{info.switch.num_experts} experts, recorded by {info.source} at step {info.step}; "

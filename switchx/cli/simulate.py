@@ -180,7 +180,9 @@ def _checks(chosen) -> tuple[list[dict], list]:
     from switchx.results import Check
     from switchx.storage.simulation import simulate, synthetic_traces, training_trace
 
-    rows, checks, choices = [], [], [chosen.chosen_vs_best]
+    rows = []
+    checks = []
+    choices = [chosen.chosen_vs_best]
     for name, used, bound in (("all_touched", 1.0, ">=0.999"), ("half_touched", 0.5, ">=0.80")):
         trace, ratios = training_trace(used), []
         for fraction in (0.25, 0.5):

@@ -48,7 +48,8 @@ def _expert_rows(equation, d_model: int, d_ff: int, inputs: int) -> float:
     left, right = (variable.aval.shape for variable in equation.invars)
     if len(batch) != 1 or len(left) != 3 or len(right) != 3:
         return 0.0
-    experts, inner = left[batch[0]], math.prod(left[axis] for axis in contracted)
+    experts = left[batch[0]]
+    inner = math.prod(left[axis] for axis in contracted)
     rows = math.prod(left) // (experts * inner)
     features = math.prod(right) // (experts * inner)
     if inner != d_model or d_ff % features:

@@ -171,7 +171,9 @@ def state_arrays(job: TrainingJob) -> tuple[StateArray, ...]:
     """Every array of the parameters and the optimizer's state; scalars are not worth it."""
     of_state = job.model, job.transformation, job.seed, None, job.step.has_average
     state = jax.eval_shape(lambda: init_state(*of_state))
-    letters, params, found = state_letters(state), tree.named_leaves(state.params), []
+    letters = state_letters(state)
+    params = tree.named_leaves(state.params)
+    found = []
     for name, leaf in tree.named_leaves(state).items():
         kind, _, path = name.partition("/")
         if kind in ("params", "opt_state", "average") and leaf.shape:

@@ -133,7 +133,9 @@ def _bind_model(model: ModelConfig, source: str, *, is_whole: bool) -> None:
         is_whole: whether the fields that decide what parameters mean are bound whatever gin
             files say.
     """
-    bound, lines, replaced = _bound(), [], []
+    bound = _bound()
+    lines = []
+    replaced = []
     for cls, field, value, text, may_differ in _fields(model):
         here = bound.get((cls, field))
         macro = _macro_of(here)

@@ -205,7 +205,9 @@ class Generator:
                     f"{most}, or a larger max_new_tokens"
                 )
         order = sorted(range(len(inputs)), key=lambda index: -len(inputs[index]))
-        num_samples, answered, read = self.decoding.num_samples, {}, {}
+        num_samples = self.decoding.num_samples
+        answered = {}
+        read = {}
         rows = [(index, sample) for index in order for sample in range(num_samples)]
         for first in range(0, len(rows), self.batch_size):
             part = rows[first : first + self.batch_size]
@@ -333,7 +335,9 @@ def token_fault(config: ModelConfig, tokens: Sequence[int]) -> str | None:
     """The fault of token ids for any use, to follow their name in a message; or None."""
     if len(tokens) > LENGTHS[-1]:
         return f"has {len(tokens)} tokens; shorten it to {LENGTHS[-1]} at most"
-    V, low, high = config.vocab_size, min(tokens, default=0), max(tokens, default=0)
+    V = config.vocab_size
+    low = min(tokens, default=0)
+    high = max(tokens, default=0)
     if low < 0 or high >= V:
         wrong = low if low < 0 else high
         return (

@@ -74,7 +74,9 @@ class ReadRouting:
             num_steps: number of its tokens that steps have read.
             lane_BLT: `result_lane_BLT` of the hypotheses; the others are `Decoding`'s.
         """
-        (row, _), lane_T, found = place, lane_BLT[place], {}
+        row, _ = place
+        lane_T = lane_BLT[place]
+        found = {}
         place_T = (begin_B[row] + np.arange(num_steps)) % len(lane_T)
         if self.source_NBMS is not None:
             found["encoder"] = self.source_NBMS[:, row, is_source_BM[row]]
@@ -119,7 +121,9 @@ def stack_record(
     R, E = config.switch.num_ranks, config.switch.num_experts
     both = list(zip(texts, numbers, strict=True))
     length_B = [min(len(tokens), number_NLS.shape[1]) for tokens, number_NLS in both]
-    (N, _, S), B, L = numbers[0].shape, len(texts), max(length_B)
+    N, _, S = numbers[0].shape
+    B = len(texts)
+    L = max(length_B)
     token_BL, segment_BL = np.zeros((2, B, L), np.int32)
     # Padding is routed nowhere; its ranks are experts, each once, as of any place.
     number_NBLS = np.tile(np.pad(np.arange(R, dtype=np.float32), (0, S - R)), (N, B, L, 1))

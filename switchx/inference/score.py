@@ -212,7 +212,8 @@ class Scorer:
 
     def _batch(self, pairs: Sequence[Pair]) -> dict:
         B = rounded_up(len(pairs), self.batches)
-        batch, texts = {}, [[*self.forced_prefix, *targets] for _, targets in pairs]
+        batch = {}
+        texts = [[*self.forced_prefix, *targets] for _, targets in pairs]
         num_inputs_B1, first_B1 = np.zeros((2, B, 1), np.int32)
         first_B1[: len(pairs), 0] = [self._first_place(inputs) for inputs, _ in pairs]
         if self.config.is_encoder_decoder:

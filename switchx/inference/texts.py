@@ -104,7 +104,9 @@ def token_array(tokens, name: str, config: ModelConfig) -> jax.Array:
         raise ValueError(
             f"{name} is {array.dtype}{list(array.shape)}; expected whole numbers [B, L]"
         )
-    V, low, high = config.vocab_size, array.min(), array.max()
+    V = config.vocab_size
+    low = array.min()
+    high = array.max()
     if low < 0 or high >= V:
         raise ValueError(
             f"{name} has ids from {low} to {high}, the vocabulary has 0 to {V - 1}"

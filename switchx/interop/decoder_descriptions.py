@@ -39,9 +39,10 @@ def describe(config: ModelConfig) -> tuple[Decoder, dict[str, Any], list[str]]:
         ValueError: no family has such a model; gives all reasons.
     """
     require_our_blocks(config, "conversion")
-    kin, switch, notes = _family_of(config), config.switch, []
-    sparse = sparse_layers(config)
-    dense = [i for i in range(config.num_decoder_layers) if i not in sparse]
+    kin = _family_of(config)
+    switch = config.switch
+    notes = []
+    has_dense = len(sparse_layers(config)) < config.num_decoder_layers
     expert_d_ff = config.d_ff if switch is None else switch.d_ff or config.d_ff
     if config.max_length is None:
         notes.append(
@@ -54,7 +55,7 @@ def describe(config: ModelConfig) -> tuple[Decoder, dict[str, Any], list[str]]:
         "vocab_size": config.vocab_size,
         "hidden_size": config.d_model,
         # An expert's where the family has one size for both.
-        "intermediate_size": config.d_ff if dense or kin.sparse != "all" else expert_d_ff,
+        "intermediate_size": config.d_ff if has_dense or kin.sparse != "all" else expert_d_ff,
         "num_hidden_layers": config.num_decoder_layers,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.kv_heads,
@@ -72,37 +73,7 @@ def describe(config: ModelConfig) -> tuple[Decoder, dict[str, Any], list[str]]:
     if kin.qk_norm == "use_qk_norm":
         values["use_qk_norm"] = config.qk_norm == "head"
     if switch is not None and kin.num_experts:
-        values |= {
-            # transformers 5 has the second name for both.
-            "num_experts": switch.num_experts,
-            "num_local_experts": switch.num_experts,
-            kin.num_experts: switch.num_experts,
-            kin.num_selected: switch.router.num_selected,
-            "norm_topk_prob": switch.router.gate == "normalized",
-            kin.expert_d_ff: expert_d_ff,
-        }
-        if kin.sparse == "step":
-            values |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
-        elif kin.sparse == "range":
-            values |= {
-                "moe_layer_start_index": sparse[0],
-                "moe_layer_end_index": sparse[-1],
-                "moe_layer_interval": sparse[1] - sparse[0] if sparse[1:] else sparse[0] + 1,
-            }
-        elif kin.sparse == "after":
-            values["first_k_dense_replace"] = sparse[0]
-        if kin.shared_count:
-            values[kin.shared_count] = (switch.shared_d_ff or 0) // expert_d_ff
-        if kin.has_sigmoid:
-            values |= {
-                "routed_scaling_factor": switch.router.gate_scale,
-                "n_group": switch.router.num_expert_groups,
-                "topk_group": switch.router.expert_groups_per_token,
-            }
-        if kin.unread == "block":
-            values["num_nextn_predict_layers"] = 0
-        if kin.shared_d_ff and switch.shared_d_ff:
-            values[kin.shared_d_ff] = switch.shared_d_ff
+        values |= _describe_experts(kin, config, expert_d_ff)
         if switch.router.overflow != "dropless":
             notes.append("transformers drops no token; here experts have a capacity")
     try:
@@ -208,6 +179,44 @@ def _fixed(config) -> dict[str, Any]:
     """The fields that may not change when a trained model is evaluated."""
     fields = dataclasses.fields(config)
     return {each.name: getattr(config, each.name) for each in fields if not each.metadata}
+
+
+def _describe_experts(kin: Decoder, config: ModelConfig, expert_d_ff: int) -> dict[str, Any]:
+    """What `config.json` says of experts and of the blocks that have them."""
+    switch, router, sparse = config.switch, config.switch.router, sparse_layers(config)
+    values = {
+        # transformers 5 has the second name for both.
+        "num_experts": switch.num_experts,
+        "num_local_experts": switch.num_experts,
+        kin.num_experts: switch.num_experts,
+        kin.num_selected: router.num_selected,
+        "norm_topk_prob": router.gate == "normalized",
+        kin.expert_d_ff: expert_d_ff,
+    }
+    if kin.sparse == "step":
+        dense = [i for i in range(config.num_decoder_layers) if i not in sparse]
+        values |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+    elif kin.sparse == "range":
+        values |= {
+            "moe_layer_start_index": sparse[0],
+            "moe_layer_end_index": sparse[-1],
+            "moe_layer_interval": sparse[1] - sparse[0] if sparse[1:] else sparse[0] + 1,
+        }
+    elif kin.sparse == "after":
+        values["first_k_dense_replace"] = sparse[0]
+    if kin.shared_count:
+        values[kin.shared_count] = (switch.shared_d_ff or 0) // expert_d_ff
+    if kin.has_sigmoid:
+        values |= {
+            "routed_scaling_factor": router.gate_scale,
+            "n_group": router.num_expert_groups,
+            "topk_group": router.expert_groups_per_token,
+        }
+    if kin.unread == "block":
+        values["num_nextn_predict_layers"] = 0
+    if kin.shared_d_ff and switch.shared_d_ff:
+        values[kin.shared_d_ff] = switch.shared_d_ff
+    return values
 
 
 def _describe_rotary(kin: Decoder, rotary: RotaryConfig) -> dict[str, Any]:

@@ -246,7 +246,9 @@ def _read_decoder(
             rest["notes"] += (f"{told} generated; transformers may write them",)
         return Checkpoint(config, params, None, ids=ids, **rest)
     given = fields.values | generation
-    ends, pad, bos = end_ids(given), given.get("pad_token_id"), given.get("bos_token_id")
+    ends = end_ids(given)
+    pad = given.get("pad_token_id")
+    bos = given.get("bos_token_id")
     pad, bos = (None if i == -1 else i for i in (pad, bos))  # Llama's files have it for none
     require(
         bool(ends) and all(type(i) is int for i in [*ends, pad or 0, bos or 0]),
@@ -380,7 +382,8 @@ def _tensors(
         # The embedding has the same tensor under several names.
         is_in_parts = len(theirs) > 1 and parameter != "embedding/embedding_VD"
         for number, name in enumerate(theirs):
-            part, leaf = number if is_in_parts else None, leaves[parameter]
+            part = number if is_in_parts else None
+            leaf = leaves[parameter]
             tensor = _Tensor(name, parameter, config, leaf, part, inverse, special_ids)
             yield name, tensor
 

@@ -74,7 +74,9 @@ _SIZES = {
     "num_layers": "num_encoder_layers",
 }
 # What a hostile file may not exceed; the largest model there is has 30 blocks of 2048 experts.
-MOST_BLOCKS, _MOST_EXPERTS, _MOST_SIZE = 1000, 1 << 16, 1 << 31
+MOST_BLOCKS = 1000
+_MOST_EXPERTS = 1 << 16
+_MOST_SIZE = 1 << 31
 _MOST_EXPERTS_IN_ALL = 1 << 18
 # Slots of an expert of which none is ever the last.
 _UNLIMITED = 2**31 - 1
@@ -294,7 +296,9 @@ class _Found:
         sparse = {"encoder": set(), "decoder": set()}
         rests = set()
         for match in filter(None, map(_BLOCK.fullmatch, tensors)):
-            stack, number, rest = match[1], int(match[2]), match[3]
+            stack = match[1]
+            number = int(match[2])
+            rest = match[3]
             blocks[stack].add(number)
             if rest == "mlp.router.classifier.weight":
                 sparse[stack].add(number)

@@ -194,7 +194,8 @@ def read_adapters(
     targets = {target_of(places[name][0].rpartition("/")[0]) for name in found}
     spec = dataclasses.replace(spec, targets=tuple(sorted(targets)))
     fresh = tree.named_leaves(init_adapters(config, spec, jax.random.key(0)))
-    leaves, missing = {name: np.array(leaf, np.float32) for name, leaf in fresh.items()}, set()
+    leaves = {name: np.array(leaf, np.float32) for name, leaf in fresh.items()}
+    missing = set()
     orders = _orders(config)
     for name, (path, _, part) in places.items():
         if name in found:

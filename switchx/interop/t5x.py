@@ -48,7 +48,9 @@ INDEX = "checkpoint"
 _VERSION = 3
 _DTYPES = {name: jnp.dtype(name) for name in ("<f4", "<f8", "<f2", "bfloat16")}
 # What a hostile file may not exceed.
-_MOST_CHUNKS, _MOST_HEADER_BYTES, _MOST_LEVELS = 1 << 20, 1 << 20, 64
+_MOST_CHUNKS = 1 << 20
+_MOST_HEADER_BYTES = 1 << 20
+_MOST_LEVELS = 64
 _MOST_SIZE = 1 << 62
 _SCAN_AXIS = 1
 # A damaged index fails wherever the damage is.

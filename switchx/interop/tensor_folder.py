@@ -100,10 +100,8 @@ class TensorFolder:
     def _require_one_model(self, path: pathlib.Path, index: pathlib.Path, suffix: str) -> None:
         """Refuses an index beside a single file, unless it has the same tensors."""
         try:
-            one, shards = (
-                _reader(path),
-                [_reader(each) for each in self._indexed(index, suffix)],
-            )
+            one = _reader(path)
+            shards = [_reader(each) for each in self._indexed(index, suffix)]
             described = sorted(item for file in shards for item in file.headers.items())
             is_same = described == sorted(one.headers.items()) and all(
                 np.array_equal(file.read(name), one.read(name), equal_nan=True)

@@ -119,7 +119,9 @@ def abstract_adapters(params: dict, spec: LoRASpec) -> dict:
     Raises:
         ValueError: a target matches no weight of the model.
     """
-    leaves, found, matched = tree.named_leaves(params), {}, set()
+    leaves = tree.named_leaves(params)
+    found = {}
+    matched = set()
     for name, leaf in leaves.items():
         matched.add(target := target_of(name))
         if target not in (spec.targets or ALL_BUT_ROUTERS):

@@ -499,7 +499,10 @@ def _merged(layer: Layer, sample: LayerSample, hidden_ERF, clusters) -> Layer:
     zero_E = np.zeros(len(sample.load_E))
     log_count_E = layer.get("router_log_count_E", zero_E).astype(np.float64)
     bias_E = layer.get("b_router_E", zero_E).astype(np.float64)
-    columns, biases, log_counts, experts = [], [], [], []
+    columns = []
+    biases = []
+    log_counts = []
+    experts = []
     for members in clusters:
         use = np.asarray(sample.load_E, np.float64)[members] + 1e-9
         share = use / use.sum()

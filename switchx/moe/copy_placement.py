@@ -125,7 +125,8 @@ def _place_layer(load_E: np.ndarray, num_copies: int, num_devices: int) -> np.nd
         experts.append(expert)
     share_R = (load_E / copies_E)[experts]
     slots = len(experts) // num_devices
-    load_P, held = np.zeros(num_devices), [[] for _ in range(num_devices)]
+    load_P = np.zeros(num_devices)
+    held = [[] for _ in range(num_devices)]
     for r in np.argsort(-share_R, kind="stable"):
         free = [p for p in range(num_devices) if len(held[p]) < slots]
         device = min(free, key=load_P.__getitem__)

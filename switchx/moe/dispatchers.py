@@ -46,7 +46,9 @@ def choose_dispatcher(switch, plan: RoutingPlan, *, is_training: bool) -> Dispat
     Raises:
         ValueError: the mesh is not one that this dispatcher can run on.
     """
-    name, mesh, rules = switch.dispatcher, jax.sharding.get_abstract_mesh(), current_rules()
+    name = switch.dispatcher
+    mesh = jax.sharding.get_abstract_mesh()
+    rules = current_rules()
     if num_devices() == 1:
         is_few = plan.expert_GTS.size <= plan.num_experts
         if name == "gather" and is_few and not is_training:

@@ -87,7 +87,8 @@ def choices_of_rows(
     Raises:
         ValueError: a row was not recorded, or twice, or with fewer choices.
     """
-    expert_NRLK, rows = np.asarray(expert_NRLK), [int(row) for row in row_B]
+    expert_NRLK = np.asarray(expert_NRLK)
+    rows = [int(row) for row in row_B]
     N, R, L, K = expert_NRLK.shape
     place = {int(row): r for r, row in enumerate(row_R) if row != UNSET}
     num_ids = sum(int(row) != UNSET for row in row_R)

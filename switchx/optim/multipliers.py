@@ -34,7 +34,8 @@ def multipliers(rules: Rules, leaves: Mapping, period: int | None) -> dict[str, 
         ValueError: a pattern decides for no parameter, nothing is left to train, or layers of
             one stack would have different multipliers.
     """
-    found, unused = {}, [pattern for pattern, _ in rules]
+    found = {}
+    unused = [pattern for pattern, _ in rules]
     for name, leaf in leaves.items():
         factors = {}
         for layer in _layer_paths(name, leaf, period):

@@ -71,11 +71,14 @@ def constrain(x, dims: str, uneven: str = ""):
     """
     if num_devices() == 1:
         return x
-    mesh, rules, shape = jax.sharding.get_abstract_mesh(), current_rules(), list(x.shape)
+    mesh = jax.sharding.get_abstract_mesh()
+    rules = current_rules()
+    shape = list(x.shape)
     is_compiled = isinstance(x, jax.core.Tracer)  # arrays have equal parts
     if uneven and is_compiled and not mesh.manual_axes:  # beside those XLA aborts
         axes = rules.axes(uneven, mesh, table="activations")
-        at, parts = dims.index(uneven), math.prod(mesh.shape[axis] for axis in axes)
+        at = dims.index(uneven)
+        parts = math.prod(mesh.shape[axis] for axis in axes)
         if shape[at] > parts:
             shape[at] += -shape[at] % parts
     return jax.lax.with_sharding_constraint(

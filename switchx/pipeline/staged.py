@@ -104,7 +104,9 @@ def run_pipeline(
         measured = jax.lax.psum(own.measured, replicas)
         return PipelineResult(blocks, shared, measured, jax.lax.psum(own.total, everywhere))
 
-    whole, split, second = PartitionSpec(), PartitionSpec(PIPE), PartitionSpec(None, PIPE)
+    whole = PartitionSpec()
+    split = PartitionSpec(PIPE)
+    second = PartitionSpec(None, PIPE)
     gradient_specs = split, whole
     if has_slices:
         gradient_specs = PartitionSpec(replicas, PIPE), PartitionSpec(everywhere)

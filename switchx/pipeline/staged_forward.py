@@ -58,7 +58,9 @@ def run_forward(
         ValueError: the mesh has other stages than the schedule.
     """
     schedule.require_stages(jax.sharding.get_abstract_mesh().shape.get(PIPE, 1))
-    whole, split, second = PartitionSpec(), PartitionSpec(PIPE), PartitionSpec(None, PIPE)
+    whole = PartitionSpec()
+    split = PartitionSpec(PIPE)
+    second = PartitionSpec(None, PIPE)
     sharded = jax.shard_map(
         _Forward(schedule, tuple(lanes), link),
         in_specs=(split, split, whole, whole),

@@ -121,7 +121,9 @@ class Stage:
 
     def no_sums(self, blocks, shared, inputs, messages) -> tuple[tuple, Any]:
         """Zeros of each lane's `Objective.measured`, by chunk, and of all `Objective.total`."""
-        v, measured, totals = self.schedule.num_chunks, [], []
+        v = self.schedule.num_chunks
+        measured = []
+        totals = []
         op = self.ops(op_rows(self.schedule, self.schedule.forward, 0), 0)[0]
         for lane, lane_blocks, message in zip(self.lanes, blocks, messages, strict=True):
             result = jax.eval_shape(

@@ -255,7 +255,9 @@ def logprobs_json(vocabulary, tokens, hypothesis, number: int, offset: int = 0, 
         return vocabulary.decode(list(some)).rstrip(INCOMPLETE)
 
     own, top = hypothesis.token_logprobs[first : len(tokens)], hypothesis.top_logprobs or ()
-    texts, top_texts, offsets = [], [], [offset + len(decoded(tokens[:first]))]
+    texts = []
+    top_texts = []
+    offsets = [offset + len(decoded(tokens[:first]))]
     for place, token in enumerate(tokens[first:], first):
         # A token's text may depend on those before it, not on all of them.
         start = max(0, place - CONTEXT)

@@ -139,7 +139,9 @@ def encode(record: Record, name: str) -> bytes:
     Raises:
         ValueError: an array's dtype is not numeric.
     """
-    described, parts, at = [], [], 0
+    described = []
+    parts = []
+    at = 0
     for array_name, array in record.arrays.items():
         array = np.asarray(array)
         _require_numbers(array, array_name)

@@ -74,7 +74,8 @@ def assign(init: InitConfig, names: Collection[str], sources: Collection[str]) -
             path of the source, with those that are like it.
     """
     found: dict[str, str | None] = {}
-    replaced, unused = [], [pattern for pattern, _ in init.rules]
+    replaced = []
+    unused = [pattern for pattern, _ in init.rules]
     for name in names:
         found[name] = name
         for pattern, replacement in init.rules:

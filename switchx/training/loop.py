@@ -482,7 +482,9 @@ def evaluate_job(
         change: returns a batch of this process as it is evaluated; it gets them in their order.
         tasks: the evaluated tasks; None opens them.
     """
-    tasks, per_task, total = tasks or open_evaluated(job), {}, None
+    tasks = tasks or open_evaluated(job)
+    per_task = {}
+    total = None
     for task_id, opened in enumerate(tasks):
         batches = evaluation_batches(
             opened,

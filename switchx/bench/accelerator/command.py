@@ -252,7 +252,8 @@ def run_part(
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
     }
     words = [sys.executable, "-m", "switchx.bench.accelerator.parts", json.dumps(settings)]
-    begin, is_over = log.stat().st_size if log.exists() else 0, threading.Event()
+    begin = log.stat().st_size if log.exists() else 0
+    is_over = threading.Event()
     process = None
 
     def end() -> None:

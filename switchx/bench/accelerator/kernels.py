@@ -167,7 +167,9 @@ def variants_of_kernels(session: Session) -> Iterator[dict[str, Any]]:
 
 def timed(session: Session, products: Sequence[TimedProduct]) -> Iterator[dict[str, Any]]:
     """Compiles the products that are wanted side by side, then times them, some in turns."""
-    mosaic, kept, begun = Mosaic(session.is_rehearsal), {}, []
+    mosaic = Mosaic(session.is_rehearsal)
+    kept = {}
+    begun = []
     wanted = [each for each in products if session.is_wanted(each.case)]
     with concurrent.futures.ThreadPoolExecutor(COMPILING) as pool:
         for each in wanted:

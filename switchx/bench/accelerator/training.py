@@ -109,7 +109,8 @@ def training(session: Session) -> Iterator[dict[str, Any]]:
                 for name, way in ways.items()
                 if session.is_wanted(name)
             ]
-            others, dense = [each.result() for each in others], begun.result()
+            others = [each.result() for each in others]
+            dense = begun.result()
             if num_experts == few and session.is_wanted("dense"):
                 yield _row(session, model, shapes, dense)
             yield from _against(session, shapes, dense, others)
@@ -203,7 +204,9 @@ def _largest_difference(losses: list[float], others: list[float]) -> float:
 
 
 def _losses(session: Session, step: CompiledStep) -> list[float]:
-    state, batch, values = step.init(), jax.device_put(step.batch), []
+    state = step.init()
+    batch = jax.device_put(step.batch)
+    values = []
     for _ in range(session.sized(STEPS_OF_LOSSES, 3)):
         state, metrics = step.step(state, batch)
         values.append(float(metrics.loss))

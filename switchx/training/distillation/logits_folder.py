@@ -76,7 +76,9 @@ class LogitsWriter:
             rows: numbers of the rows of the global batch that this process writes, ascending;
                 empty where other processes write all of its rows.
         """
-        self._folder, self._rows, self._part = folder, list(rows), jax.process_index()
+        self._folder = folder
+        self._rows = list(rows)
+        self._part = jax.process_index()
         self._digests = []
 
     def write(self, batch: Batch, token_BLK, logit_BLK) -> None:

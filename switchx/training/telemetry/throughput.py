@@ -39,7 +39,9 @@ class Interval:
     def __init__(self, seconds: float):
         self._start_s = seconds
         self._steps = self._input_tokens = self._examples = self._skipped = 0
-        self._losses, self._grad_norms, self._violations = [], [], []
+        self._losses = []
+        self._grad_norms = []
+        self._violations = []
         self._sums = self._routing = None
         self._rms = {}
 
