@@ -376,7 +376,15 @@ def explain(error: BaseException, arguments: argparse.Namespace) -> int:
     if arguments.traceback or not is_for_a_person(error):
         raise error
     print(f"switchx {arguments.command}: error: {error}", file=sys.stderr)
-    return getattr(error, "exit_status", 2 if isinstance(error, ValueError) else 1)
+    return status_of(error)
+
+
+def status_of(error: BaseException) -> int:
+    """The exit status that `explain` gives an error; 1 where that raises it."""
+    from switchx.progress import is_for_a_person
+
+    status = 2 if isinstance(error, ValueError) and is_for_a_person(error) else 1
+    return getattr(error, "exit_status", status)
 
 
 # Command lines for a shell.

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from switchx.cli.arguments import add_flags, explain
+from switchx.cli.arguments import add_flags, explain, status_of
 from switchx.fields import require
 from switchx.object_store import is_address
 
@@ -193,7 +193,7 @@ def run_together(
         raise
     peers = connect(*peer, statement, **timeouts)
     try:
-        with distributed(peers):
+        with distributed(peers, status_of):
             outcome = work(prepared)
     except BaseException as error:
         try:

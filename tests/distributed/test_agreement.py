@@ -100,13 +100,14 @@ def test_one_that_cannot_start_says_why_to_all(peers):
 def test_a_failure_is_told_with_its_reason(failing, peers, monkeypatch):
     monkeypatch.setattr(distributed, "GRACE_S", 0.1)
     ends = queue.Queue()
-    monkeypatch.setattr(distributed, "leave", ends.put)
+    monkeypatch.setattr(distributed, "leave", lambda text, status: ends.put((text, status)))
     four = peers(4)
     compare(four, [SAME] * 4)
     for each in four:
         each.threads[1].start()
-    four[failing].fail("no space left on device")
-    texts = [ends.get(timeout=20) for _ in range(3)]
+    four[failing].fail("no space left on device", 3)
+    texts, statuses = zip(*(ends.get(timeout=20) for _ in range(3)), strict=True)
+    assert statuses == (3, 3, 3)  # a launcher does not start it again because of the others
     for each in four:
         each.threads[1].join(20)
     assert ends.empty()
