@@ -6,12 +6,14 @@ service notices one that is lost. Its tasks are recoverable ones here: of others
 process from C++, without the name. The service is in process 0; if that is lost, JAX does so.
 """
 
+import collections
 import contextlib
 import ipaddress
 import json
 import os
 import re
 import socket
+import statistics
 import sys
 import threading
 import time
@@ -131,6 +133,22 @@ class Peers:
         verdict = self._client.blocking_key_value_get("switchx/verdict", 120_000)
         self.names, faults = json.loads(verdict)
         return faults
+
+    def require_equal_devices(self) -> None:
+        """Checks that all processes see equally many devices: JAX' collectives of hosts fail.
+
+        Raises:
+            ValueError: some see fewer or more than most; the message names them.
+        """
+        counts = collections.Counter(device.process_index for device in jax.devices())
+        most = statistics.mode(counts.values())
+        others = [f"{self.names[i]} has {n}" for i, n in sorted(counts.items()) if n != most]
+        if others:
+            raise ValueError(
+                f"most processes have {most} devices, and {', '.join(others[:MAX_NAMED])}; all "
+                "need as many: see which devices are missing there (nvidia-smi, "
+                "CUDA_VISIBLE_DEVICES, XLA_FLAGS), or start without that machine"
+            )
 
     def fail(self, reason: str, status: int = 1) -> None:
         """Tells the others that this process ends before its time, why, and how they end."""

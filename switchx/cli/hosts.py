@@ -194,6 +194,7 @@ def run_together(
     peers = connect(*peer, statement, **timeouts)
     try:
         with distributed(peers, status_of):
+            peers.require_equal_devices()
             outcome = work(prepared)
     except BaseException as error:
         try:

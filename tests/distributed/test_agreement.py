@@ -4,6 +4,7 @@
 The service and its clients are JAX's, in one process; processes: `test_loss.py`.
 """
 
+import argparse
 import concurrent.futures
 import queue
 import re
@@ -118,6 +119,15 @@ def test_a_failure_is_told_with_its_reason(failing, peers, monkeypatch):
     others = [each.name for each in four if each is not four[failing]]
     said = "ends with it; start all processes again"
     assert all(any(f"{name} {said}" in text for text in texts) for name in others)
+
+
+def test_a_process_with_other_devices_is_named(peers, monkeypatch):
+    three = peers(3)
+    compare(three, [SAME] * 3)
+    devices = [argparse.Namespace(process_index=index) for index in (0, 0, 1, 2, 2)]
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    with pytest.raises(ValueError, match=r"have 2 devices, and process 1 \(.+\) has 1; all"):
+        three[0].require_equal_devices()
 
 
 def test_which_errors_may_be_of_another_process():
