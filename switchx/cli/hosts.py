@@ -108,6 +108,8 @@ def _launched() -> Processes | None:
                 return None
             address = cluster.get_coordinator_address(60, said.get("JAX_COORDINATOR_PORT"))
             return Processes(address, count, cluster.get_process_id())
+        if int(said.get("JAX_NUM_PROCESSES", 1)) > 1:
+            raise KeyError("JAX_COORDINATOR_ADDRESS")
     except (KeyError, ValueError, TypeError, RuntimeError, OSError) as error:
         raise ValueError(
             "the environment has several processes, and not which this one is "

@@ -106,7 +106,7 @@ def test_options_go_before_the_environment(launched):
     assert launched(VARIABLES, "--num_processes=1") is None
 
 
-@pytest.mark.parametrize("missing", ["JAX_NUM_PROCESSES", "JAX_PROCESS_ID"])
+@pytest.mark.parametrize("missing", VARIABLES)
 def test_half_of_it(missing, launched):
     variables = {name: value for name, value in VARIABLES.items() if name != missing}
     with pytest.raises(ValueError, match="which this one is .*give --coordinator, --num_proc"):
