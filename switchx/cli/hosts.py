@@ -14,6 +14,8 @@ from switchx.fields import require
 from switchx.object_store import is_address
 
 FLAGS = ("coordinator", "num_processes", "process_id")
+# What a step and the data are computed with: of other versions they may be others.
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 HOSTS = {
     "--coordinator=HOST:PORT": "where process 0 listens for the others",
     "--num_processes=N": (int, "processes, all together"),
@@ -120,7 +122,7 @@ def _launched() -> Processes | None:
 
 
 def statement(
-    job, arguments: argparse.Namespace, commit: str, folder: str, *options: str
+    job, arguments: argparse.Namespace, folder: str, *options: str
 ) -> dict[str, Any]:
     """What has to be equal in all processes: the job, its data, the folder, options, the code.
 
@@ -130,12 +132,12 @@ def statement(
     Args:
         folder, options: names of the options; `folder` is what they write into.
     """
-    import jax
-    import jaxlib
+    from importlib.metadata import version
 
     from switchx.data.corpora.splits import open_split
     from switchx.data.mixtures import splits_read
     from switchx.training.resume import flat_description
+    from switchx.whole_folders import code_digest
 
     target = getattr(arguments, folder)
     if not is_address(target):
@@ -159,8 +161,8 @@ def statement(
             "vocabulary": job.vocabulary.fingerprint(),
             **{f"--{name}": getattr(arguments, name) for name in options},
             folder: target,
-            "commit": commit,
-            "jax": f"{jax.__version__} with jaxlib {jaxlib.__version__}",
+            "code": code_digest(),
+            **{name: version(name) for name in PACKAGES},
         }
     )
 
