@@ -14,6 +14,7 @@ import numpy as np
 
 from switchx.checkpoint.checkpointer import Checkpointer
 from switchx.checkpoint.items import num_updates
+from switchx.checkpoint.parts import gathered
 from switchx.checkpoint.run_folder import RunFolder, require_shared
 from switchx.data.features import Batch
 from switchx.data.loader import TrainLoader, evaluation_batches, merge_states
@@ -236,9 +237,12 @@ class _Loop:
         if self.text_evaluator is not None:
             spec, board = self.job.text_evaluation, self.validation
             self.texts = TextLog(spec, self.text_evaluator, run, board, after)
-        if evaluation := last_metrics(run.validation, after, self.job.eval_every):
+        evaluation = last_metrics(run.validation, after, self.job.eval_every)
+        evaluated = [evaluation, last_step(run.validation, after)]
+        # As process 0 read it: others may see an older file, on a network's file system.
+        evaluation, self.evaluated_step = gathered([evaluated])[0]
+        if evaluation:
             self._balance(evaluation)
-        self.evaluated_step = last_step(run.validation, after)
         writers = opened_writers(self.job.metric_writers, run, flat_description(self.job))
         with (
             contextlib.closing(self.log),
