@@ -121,9 +121,7 @@ def _launched() -> Processes | None:
     return None
 
 
-def statement(
-    job, arguments: argparse.Namespace, folder: str, *options: str
-) -> dict[str, Any]:
+def statement(job, arguments: argparse.Namespace, folder: str, *options: str) -> dict[str, Any]:
     """What has to be equal in all processes: the job, its data, the folder, options, the code.
 
     How a process reads its data, where that lies on its machine, where its disk is, and how
