@@ -135,7 +135,11 @@ def add_json(parser: argparse.ArgumentParser, help_text: str = "print one JSON o
 def add_output(parser: CommandParser, help_text: str, metavar="FILE", required=False) -> None:
     """`--output`, a path on this machine."""
     parser.add_argument(
-        "--output", required=required, type=_no_address, metavar=metavar, help=help_text
+        "--output",
+        required=required,
+        type=_new_file if metavar == "FILE" else _no_address,
+        metavar=metavar,
+        help=help_text,
     )
 
 
@@ -243,6 +247,16 @@ def _no_address(text: str) -> str:
         raise argparse.ArgumentTypeError(
             f"{text} is in a store; give a path on this machine, and copy what is written"
         )
+    return text
+
+
+def _new_file(text: str) -> str:
+    """The path; refused before a command computes for minutes what it could not write."""
+    path = pathlib.Path(_no_address(text)).expanduser().absolute()
+    there = next(each for each in path.parents if each.exists())
+    if path.is_dir() or not (there.is_dir() and os.access(there, os.W_OK)):
+        reason = "it is a folder" if path.is_dir() else f"nothing can be made in {there}"
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: {reason}; give another")
     return text
 
 
