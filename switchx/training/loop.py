@@ -3,6 +3,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -129,6 +130,7 @@ def train(
     require_shared(run)
     is_first = jax.process_index() == 0  # the only process that locks the folder
     with (
+        _full_disk_named(run),
         run.locked(is_new) if is_first else contextlib.nullcontext(),
         stop_signals() as stop,
         CompileTime() as compiled,
@@ -182,6 +184,21 @@ def train(
                     stop_on_alarm,
                 )
                 return loop.train(state)
+
+
+@contextlib.contextmanager
+def _full_disk_named(run: RunFolder) -> Iterator[None]:
+    """Says where there is no space: the error of a write to an open log names no file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise OSError(
+            f"model_dir={str(run.path)!r}: {error.filename or 'a log'} cannot be written "
+            f"({error.strerror}); make room there, then run the same command to go on from the "
+            "last checkpoint, which is intact"
+        ) from error
 
 
 class _EvaluationCut(Exception):
