@@ -198,8 +198,8 @@ class Peers:
     def _watch_failures(self) -> None:
         while not self._is_over.wait(0.1):
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # none within the time
-                if said := self._client.blocking_key_value_get("switchx/failed", 10_000):
-                    status, _, text = said.partition(" ")
+                if failure := self._client.blocking_key_value_get("switchx/failed", 10_000):
+                    status, _, text = failure.partition(" ")
                     self._end(text, int(status))
 
     def _end(self, text: str, status: int = 1) -> None:

@@ -253,9 +253,9 @@ def _no_address(text: str) -> str:
 def _new_file(text: str) -> str:
     """The path; refused before a command computes for minutes what it could not write."""
     path = pathlib.Path(_no_address(text)).expanduser().absolute()
-    there = next(each for each in path.parents if each.exists())
-    if path.is_dir() or not (there.is_dir() and os.access(there, os.W_OK)):
-        reason = "it is a folder" if path.is_dir() else f"nothing can be made in {there}"
+    nearest = next(each for each in (path, *path.parents) if each.exists())
+    if nearest.is_dir() == (nearest == path) or not os.access(nearest, os.W_OK):
+        reason = "it is a folder" if path.is_dir() else f"nothing can be made in {nearest}"
         raise argparse.ArgumentTypeError(f"{text} cannot be written: {reason}; give another")
     return text
 
