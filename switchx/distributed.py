@@ -6,16 +6,18 @@ service notices one that is lost. Its tasks are recoverable ones here: of others
 process from C++, without the name. The service is in process 0; if that is lost, JAX does so.
 """
 
+import collections
 import contextlib
 import ipaddress
 import json
 import os
 import re
 import socket
+import statistics
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from errno import EADDRNOTAVAIL
 from typing import Any
 
@@ -78,10 +80,13 @@ def connect(
 
 
 @contextlib.contextmanager
-def distributed(peers: "Peers") -> Iterator[None]:
+def distributed(
+    peers: "Peers", status_of: Callable[[BaseException], int] = lambda error: 1
+) -> Iterator[None]:
     """Within it, an error ends the other processes, too, and so does the loss of one.
 
-    Where another process' loss caused the error, this one ends with that reason.
+    Where another process' loss caused the error, this one ends with that reason. Others end
+    with the exit status of the error: a launcher is not to start wrong input again.
     """
     for thread in peers.threads:
         thread.start()
@@ -91,14 +96,14 @@ def distributed(peers: "Peers") -> Iterator[None]:
     except BaseException as error:
         if isinstance(error, Exception) and _may_be_caused(error):
             peers.wait_for_loss()
-        peers.fail(" ".join(str(error).split()) or type(error).__name__)
+        peers.fail(" ".join(str(error).split()) or type(error).__name__, status_of(error))
         raise
 
 
-def leave(text: str) -> None:
+def leave(text: str, status: int = 1) -> None:
     """Says why, and ends this process; a clean-up would wait for processes that are gone."""
     os.write(sys.__stderr__.fileno(), f"\nswitchx: {text}\n".encode())
-    os._exit(1)
+    os._exit(status)
 
 
 class Peers:
@@ -129,12 +134,29 @@ class Peers:
         self.names, faults = json.loads(verdict)
         return faults
 
-    def fail(self, reason: str) -> None:
-        """Tells the others that this process ends before its time, and why."""
+    def require_equal_devices(self) -> None:
+        """Checks that all processes see equally many devices: JAX' collectives of hosts fail.
+
+        Raises:
+            ValueError: some see fewer or more than most; the message names them.
+        """
+        counts = collections.Counter(device.process_index for device in jax.devices())
+        most = statistics.mode(counts.values())
+        others = [f"{self.names[i]} has {n}" for i, n in sorted(counts.items()) if n != most]
+        if others:
+            raise ValueError(
+                f"most processes have {most} devices, and {', '.join(others[:MAX_NAMED])}; all "
+                "need as many: see which devices are missing there (nvidia-smi, "
+                "CUDA_VISIBLE_DEVICES, XLA_FLAGS), or start without that machine"
+            )
+
+    def fail(self, reason: str, status: int = 1) -> None:
+        """Tells the others that this process ends before its time, why, and how they end."""
         if not self._is_over.is_set():
             self._is_over.set()
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # another one was faster
-                self._client.key_value_set("switchx/failed", f"{self.name} failed: {reason}")
+                text = f"{status} {self.name} failed: {reason}"
+                self._client.key_value_set("switchx/failed", text)
             time.sleep(GRACE_S if self._is_first else 0)
 
     def wait_for_loss(self) -> None:
@@ -176,15 +198,16 @@ class Peers:
     def _watch_failures(self) -> None:
         while not self._is_over.wait(0.1):
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # none within the time
-                if text := self._client.blocking_key_value_get("switchx/failed", 10_000):
-                    self._end(text)
+                if failure := self._client.blocking_key_value_get("switchx/failed", 10_000):
+                    status, _, text = failure.partition(" ")
+                    self._end(text, int(status))
 
-    def _end(self, text: str) -> None:
+    def _end(self, text: str, status: int = 1) -> None:
         if not self._is_over.is_set():
             self._is_over.set()
             time.sleep(GRACE_S if self._is_first else 0)
             way_out = "start all processes again to go on from the last checkpoint"
-            leave(f"{text}\n{self.name} ends with it; {way_out}")
+            leave(f"{text}\n{self.name} ends with it; {way_out}", status)
 
 
 def _faults(all_said: list) -> list[str]:

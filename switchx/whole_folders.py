@@ -258,3 +258,12 @@ def git_commit() -> str:
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return process.stdout.strip()
+
+
+def code_digest() -> str:
+    """SHA-256 of our Python files, also of a copy without a commit or with changes since."""
+    digest, here = hashlib.sha256(), pathlib.Path(__file__).parent
+    for folder in (here, here.with_name("pallas_kernels")):
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(f"{path.relative_to(here.parent)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]

@@ -210,8 +210,8 @@ class Checkpointer:
                 lambda leaf: leaf if isinstance(leaf, jax.Array) else np.array(leaf),
                 to_items(state),
             )
-            expected = num_bytes(items)
-            if free_bytes(self._folder) < expected + MIB:
+            expected = num_bytes(items) + MIB  # of what describes them
+            if free_bytes(self._folder) < expected:
                 raise self._save_error(f"it needs about {expected / MIB:.1f} MiB")
             if self._experts is not None:
                 try:

@@ -135,7 +135,11 @@ def add_json(parser: argparse.ArgumentParser, help_text: str = "print one JSON o
 def add_output(parser: CommandParser, help_text: str, metavar="FILE", required=False) -> None:
     """`--output`, a path on this machine."""
     parser.add_argument(
-        "--output", required=required, type=_no_address, metavar=metavar, help=help_text
+        "--output",
+        required=required,
+        type=_new_file if metavar == "FILE" else _no_address,
+        metavar=metavar,
+        help=help_text,
     )
 
 
@@ -243,6 +247,16 @@ def _no_address(text: str) -> str:
         raise argparse.ArgumentTypeError(
             f"{text} is in a store; give a path on this machine, and copy what is written"
         )
+    return text
+
+
+def _new_file(text: str) -> str:
+    """The path; refused before a command computes for minutes what it could not write."""
+    path = pathlib.Path(_no_address(text)).expanduser().absolute()
+    nearest = next(each for each in (path, *path.parents) if each.exists())
+    if nearest.is_dir() == (nearest == path) or not os.access(nearest, os.W_OK):
+        reason = "it is a folder" if path.is_dir() else f"nothing can be made in {nearest}"
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: {reason}; give another")
     return text
 
 
@@ -376,7 +390,15 @@ def explain(error: BaseException, arguments: argparse.Namespace) -> int:
     if arguments.traceback or not is_for_a_person(error):
         raise error
     print(f"switchx {arguments.command}: error: {error}", file=sys.stderr)
-    return getattr(error, "exit_status", 2 if isinstance(error, ValueError) else 1)
+    return status_of(error)
+
+
+def status_of(error: BaseException) -> int:
+    """The exit status that `explain` gives an error; 1 where that raises it."""
+    from switchx.progress import is_for_a_person
+
+    status = 2 if isinstance(error, ValueError) and is_for_a_person(error) else 1
+    return getattr(error, "exit_status", status)
 
 
 # Command lines for a shell.

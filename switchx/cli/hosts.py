@@ -9,11 +9,13 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from switchx.cli.arguments import add_flags, explain
+from switchx.cli.arguments import add_flags, explain, status_of
 from switchx.fields import require
 from switchx.object_store import is_address
 
 FLAGS = ("coordinator", "num_processes", "process_id")
+# What a step and the data are computed with: of other versions they may be others.
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 HOSTS = {
     "--coordinator=HOST:PORT": "where process 0 listens for the others",
     "--num_processes=N": (int, "processes, all together"),
@@ -108,6 +110,8 @@ def _launched() -> Processes | None:
                 return None
             address = cluster.get_coordinator_address(60, env.get("JAX_COORDINATOR_PORT"))
             return Processes(address, count, cluster.get_process_id())
+        if int(env.get("JAX_NUM_PROCESSES", 1)) > 1:
+            raise KeyError("JAX_COORDINATOR_ADDRESS")
     except (KeyError, ValueError, TypeError, RuntimeError, OSError) as error:
         raise ValueError(
             "the environment has several processes, and not which this one is "
@@ -117,9 +121,7 @@ def _launched() -> Processes | None:
     return None
 
 
-def statement(
-    job, arguments: argparse.Namespace, commit: str, folder: str, *options: str
-) -> dict[str, Any]:
+def statement(job, arguments: argparse.Namespace, folder: str, *options: str) -> dict[str, Any]:
     """What has to be equal in all processes: the job, its data, the folder, options, the code.
 
     How a process reads its data, where that lies on its machine, where its disk is, and how
@@ -128,12 +130,12 @@ def statement(
     Args:
         folder, options: names of the options; `folder` is what they write into.
     """
-    import jax
-    import jaxlib
+    from importlib.metadata import version
 
     from switchx.data.corpora.splits import open_split
     from switchx.data.mixtures import splits_read
     from switchx.training.resume import flat_description
+    from switchx.whole_folders import code_digest
 
     target = getattr(arguments, folder)
     if not is_address(target):
@@ -157,8 +159,8 @@ def statement(
             "vocabulary": job.vocabulary.fingerprint(),
             **{f"--{name}": getattr(arguments, name) for name in options},
             folder: target,
-            "commit": commit,
-            "jax": f"{jax.__version__} with jaxlib {jaxlib.__version__}",
+            "code": code_digest(),
+            **{name: version(name) for name in PACKAGES},
         }
     )
 
@@ -193,7 +195,8 @@ def run_together(
         raise
     peers = connect(*peer, statement, **timeouts)
     try:
-        with distributed(peers):
+        with distributed(peers, status_of):
+            peers.require_equal_devices()
             outcome = work(prepared)
     except BaseException as error:
         try:

@@ -28,7 +28,7 @@ are planned as training has them there, `auto` takes the first of device, host a
 fits. A table has the bytes of each tier, what a step moves, whether it hides behind products,
 and for a disk the bytes written a day against its endurance.
 
-  switchx plan --gin_file=configs/runs/pretrain_switch_base.gin --hardware=v5e --devices=16 \
+  switchx plan --gin_file=configs/runs/pretrain_switch_base.gin --hardware=v5e --devices=16 \\
       --storage=auto
 
 Hardware is one of the committed specs (v4, v5e, v5p, v6e, tpu7x, h100, h200, b200, and the

@@ -40,7 +40,7 @@ def add_command(commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from switchx.whole_folders import git_commit, require_free
+    from switchx.whole_folders import require_free
 
     require_free(arguments.output)
     processes = hosts.processes_of(arguments)
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
                 processes,
                 arguments,
                 prepare=prepare,
-                state=lambda job: hosts.statement(job, arguments, git_commit(), *options),
+                state=lambda job: hosts.statement(job, arguments, *options),
                 work=work,
             )
     if processes is not None and not processes.is_first:

@@ -9,7 +9,6 @@ import time
 from switchx.cli import arguments as shared
 from switchx.cli import hosts
 from switchx.malloc import keep_freed_memory
-from switchx.whole_folders import git_commit
 
 DESCRIPTION = """\
 Trains what the gin files describe and writes checkpoints, metrics.jsonl, TensorBoard events
@@ -134,7 +133,7 @@ def run(arguments: argparse.Namespace) -> int:
                 processes,
                 arguments,
                 prepare=prepare,
-                state=lambda job: hosts.statement(job, arguments, git_commit(), *options),
+                state=lambda job: hosts.statement(job, arguments, *options),
                 work=work,
             )
     if is_first:

@@ -3,6 +3,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,7 @@ import numpy as np
 
 from switchx.checkpoint.checkpointer import Checkpointer
 from switchx.checkpoint.items import num_updates
+from switchx.checkpoint.parts import gathered
 from switchx.checkpoint.run_folder import RunFolder, require_shared
 from switchx.data.features import Batch
 from switchx.data.loader import TrainLoader, evaluation_batches, merge_states
@@ -128,6 +130,7 @@ def train(
     require_shared(run)
     is_first = jax.process_index() == 0  # the only process that locks the folder
     with (
+        _full_disk_named(run),
         run.locked(is_new) if is_first else contextlib.nullcontext(),
         stop_signals() as stop,
         CompileTime() as compiled,
@@ -183,6 +186,21 @@ def train(
                 return loop.train(state)
 
 
+@contextlib.contextmanager
+def _full_disk_named(run: RunFolder) -> Iterator[None]:
+    """Says where there is no space: the error of a write to an open log names no file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise OSError(
+            f"model_dir={str(run.path)!r}: {error.filename or 'a log'} cannot be written "
+            f"({error.strerror}); make room there, then run the same command to go on from the "
+            "last checkpoint, which is intact"
+        ) from error
+
+
 class _EvaluationCut(Exception):
     """Training is to stop before the end of an evaluation."""
 
@@ -236,9 +254,12 @@ class _Loop:
         if self.text_evaluator is not None:
             spec, board = self.job.text_evaluation, self.validation
             self.texts = TextLog(spec, self.text_evaluator, run, board, after)
-        if evaluation := last_metrics(run.validation, after, self.job.eval_every):
+        evaluation = last_metrics(run.validation, after, self.job.eval_every)
+        evaluated = [evaluation, last_step(run.validation, after)]
+        # As process 0 read it: others may see an older file, on a network's file system.
+        evaluation, self.evaluated_step = gathered([evaluated])[0]
+        if evaluation:
             self._balance(evaluation)
-        self.evaluated_step = last_step(run.validation, after)
         writers = opened_writers(self.job.metric_writers, run, flat_description(self.job))
         with (
             contextlib.closing(self.log),

@@ -146,9 +146,9 @@ def with_vocabulary_of(run: RunFolder, job: TrainingJob) -> TrainingJob:
         if fingerprint != saved.fingerprint():
             raise ValueError(
                 f"model_dir={str(run.path)!r} was trained with another vocabulary: "
-                f"{saved.size} ids there, {here.size} here, or other pieces; the same ids "
-                "would mean other things. Use its own, --gin.VOCABULARY_FILE="
-                f"{str(run.path)!r}, or give another model_dir"
+                f"{saved.size} ids there, {here.size} here, or other pieces, as of one that is "
+                "trained on texts that have changed; the same ids would mean other things. Use "
+                f"its own, --gin.VOCABULARY_FILE={str(run.path)!r}, or give another model_dir"
             )
     tasks, evaluated = (
         tuple(dataclasses.replace(task, vocabulary=saved) for task in each)

@@ -393,7 +393,7 @@ def test_full_disk_is_seen_before_saving(small_disk):
     with reopened(small_disk) as checkpointer:
         checkpointer.save(1, big_state(2))
         message = (
-            r"checkpoint 2 could not be written to .*: it needs about 16.0 MiB; the disk has "
+            r"checkpoint 2 could not be written to .*: it needs about 17.0 MiB; the disk has "
             r"6.\d MiB free. Intact: 1. Make room or mend the disk \(0.0 MiB are in "
             r"\*.damaged-\* and \*.unfinished-\* there\), then run the same command to resume"
         )

@@ -7,6 +7,7 @@ import os
 
 import pytest
 
+from switchx import whole_folders
 from switchx.cli import hosts, train
 from switchx.cli.arguments import UsageError
 from switchx.cli.main import _parse, _parser, main
@@ -106,7 +107,7 @@ def test_options_go_before_the_environment(launched):
     assert launched(VARIABLES, "--num_processes=1") is None
 
 
-@pytest.mark.parametrize("missing", ["JAX_NUM_PROCESSES", "JAX_PROCESS_ID"])
+@pytest.mark.parametrize("missing", VARIABLES)
 def test_half_of_it(missing, launched):
     variables = {name: value for name, value in VARIABLES.items() if name != missing}
     with pytest.raises(ValueError, match="which this one is .*give --coordinator, --num_proc"):
@@ -125,9 +126,9 @@ def test_all_of_them_or_none_and_wrong_ones_end_the_command(capsys, cli):
     assert "coordinator='here' is no HOST:PORT" in capsys.readouterr().err
 
 
-def test_the_statement_is_of_what_has_to_be_equal():
-    def state(job, commit="abc"):
-        return hosts.statement(job, parsed(), commit, "model_dir", "mesh", "hardware")
+def test_the_statement_is_of_what_has_to_be_equal(monkeypatch, tmp_path):
+    def state(job):
+        return hosts.statement(job, parsed(), "model_dir", "mesh", "hardware")
 
     same, job = state(make_job()), make_job()
     assert state(job) == same and "jax" in same and same["model_dir"].startswith("/")
@@ -141,10 +142,18 @@ def test_the_statement_is_of_what_has_to_be_equal():
     ):
         differing = state(make_job(**changes))
         assert {key for key in same if same[key] != differing[key]} == {name}
-    assert state(job, "def") != same
     of_store = argparse.Namespace(**vars(parsed()) | {"model_dir": "s3://bucket/run"})
-    said = hosts.statement(job, of_store, "abc", "model_dir")
+    said = hosts.statement(job, of_store, "model_dir")
     assert said["model_dir"] == "s3://bucket/run"  # from any directory
+    # Two installed copies have no commit, and may yet be of two versions.
+    installed = [tmp_path / name / "switchx" / "whole_folders.py" for name in "ab"]
+    codes = []
+    for number, path in enumerate(installed):
+        path.parent.mkdir(parents=True)
+        path.write_text(f"VERSION = {number}\n")
+        monkeypatch.setattr(whole_folders, "__file__", str(path))
+        codes.append(state(job)["code"])
+    assert len({same["code"], *codes}) == 3 and {"numpy", "flax", "grain"} < same.keys()
 
 
 def test_other_processes_show_faults_and_a_launcher_is_told_to_go_on(capsys, monkeypatch):

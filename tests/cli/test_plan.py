@@ -118,6 +118,14 @@ def test_devices_and_storage_that_cannot_be_are_refused(cli, options, said):
     assert said in cli.refused(*PLAN, *f"--hardware={options}".split())
 
 
+def test_what_could_not_be_written_is_refused_before_the_search(cli, folder):
+    """Planning for a pod takes minutes."""
+    (folder / "file").touch()
+    for output, why in ((".", "it is a folder"), ("file/mesh.gin", "nothing can be made in")):
+        said = cli.refused(*PLAN, "--hardware=v5e", "--devices=8", f"--output={output}")
+        assert f"argument --output: {output} cannot be written: {why}" in said
+
+
 def test_a_model_that_does_not_fit(folder, cli):
     text = (SPECS / "v5e.toml").read_text()
     device = r"(?<=\[memory\]\n)num_bytes = .*$"

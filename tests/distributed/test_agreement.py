@@ -4,6 +4,7 @@
 The service and its clients are JAX's, in one process; processes: `test_loss.py`.
 """
 
+import argparse
 import concurrent.futures
 import queue
 import re
@@ -100,13 +101,14 @@ def test_one_that_cannot_start_says_why_to_all(peers):
 def test_a_failure_is_told_with_its_reason(failing, peers, monkeypatch):
     monkeypatch.setattr(distributed, "GRACE_S", 0.1)
     ends = queue.Queue()
-    monkeypatch.setattr(distributed, "leave", ends.put)
+    monkeypatch.setattr(distributed, "leave", lambda text, status: ends.put((text, status)))
     four = peers(4)
     compare(four, [SAME] * 4)
     for each in four:
         each.threads[1].start()
-    four[failing].fail("no space left on device")
-    texts = [ends.get(timeout=20) for _ in range(3)]
+    four[failing].fail("no space left on device", 3)
+    texts, statuses = zip(*(ends.get(timeout=20) for _ in range(3)), strict=True)
+    assert statuses == (3, 3, 3)  # a launcher does not start it again because of the others
     for each in four:
         each.threads[1].join(20)
     assert ends.empty()
@@ -117,6 +119,15 @@ def test_a_failure_is_told_with_its_reason(failing, peers, monkeypatch):
     others = [each.name for each in four if each is not four[failing]]
     said = "ends with it; start all processes again"
     assert all(any(f"{name} {said}" in text for text in texts) for name in others)
+
+
+def test_a_process_with_other_devices_is_named(peers, monkeypatch):
+    three = peers(3)
+    compare(three, [SAME] * 3)
+    devices = [argparse.Namespace(process_index=index) for index in (0, 0, 1, 2, 2)]
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    with pytest.raises(ValueError, match=r"have 2 devices, and process 1 \(.+\) has 1; all"):
+        three[0].require_equal_devices()
 
 
 def test_which_errors_may_be_of_another_process():

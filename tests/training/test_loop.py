@@ -2,6 +2,7 @@
 """The loop: its order, what it resumes, skips and refuses. Whole commands: integration."""
 
 import dataclasses
+import errno
 import json
 import logging
 import shutil
@@ -24,6 +25,7 @@ from switchx.models.config import SwitchConfig
 from switchx.optim.schedules import InverseSquareRoot
 from switchx.partitioning.mesh import MeshSpec
 from switchx.routing_record import open_record
+from switchx.training import loop
 from switchx.training.loop import Outcome, evaluate_job, train
 from switchx.training.offload.storage_spec import StorageSpec
 from switchx.training.program import TrainingProgram
@@ -94,6 +96,25 @@ def test_a_finished_run_takes_no_step_and_a_longer_one_goes_on(finished, tmp_pat
     assert events[:3] == [("note", resumed), ("begin", 2, 4), ("stepped", 3)]
     assert steps_in(run.metrics) == [1, 2, 3, 4] and steps_in(run.validation) == [0, 2, 4]
     assert_same(restore_params(run.root), restore_params(finished[0].root))
+
+
+def test_a_log_on_a_full_disk_is_named(tmp_path, monkeypatch):
+    def write(log, step, metrics):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(loop.MetricsLog, "write", write)
+    with pytest.raises(
+        OSError, match=r"^model_dir='.*': a log cannot be written \(No space.*\)"
+    ):
+        train(tiny_job(), RunFolder(tmp_path), Events())
+
+
+def test_process_0_says_what_is_evaluated_again(finished, tmp_path, monkeypatch):
+    """Another one that read an older log would wait in collectives that process 0 skips."""
+    shutil.copytree(finished[0].root, tmp_path, dirs_exist_ok=True)
+    monkeypatch.setattr(loop, "gathered", lambda own: [[None, 2], *own])
+    train(tiny_job(), RunFolder(tmp_path), events := Events())
+    assert ("evaluated", 4) in events
 
 
 def test_training_goes_on_from_the_checkpoint_that_a_run_is_rewound_to(finished, tmp_path):
