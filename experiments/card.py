@@ -103,7 +103,8 @@ def main(words: list[str] | None = None) -> None:
             tuple(map(str, experiment.files(*patterns).values()))
             for patterns in (ENGLISH, MORE_ENGLISH)
         )
-        rates, seeds = map(float, given.rates.split(",")), map(int, given.seeds.split(","))
+        rates = map(float, given.rates.split(","))
+        seeds = map(int, given.seeds.split(","))
         write(given.output, cells_of(validated + more, [*rates], [*seeds]), validated)
     except ValueError as error:
         parser.exit(2, f"{error}\n")

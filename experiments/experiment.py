@@ -67,7 +67,8 @@ class Experiment:
         """
         data = changes.get("data", self.data or "FOLDER")
         output = changes.get("output", self.output)
-        quick, other = " QUICK=1" * self.is_quick, " ARGS=--other_data" * self.takes_other_data
+        quick = " QUICK=1" * self.is_quick
+        other = " ARGS=--other_data" * self.takes_other_data
         return (
             f"`make experiments EXPERIMENT={name or self.name} DATA={data} "
             f"OUTPUT={output}{quick}{other}`"

@@ -65,7 +65,8 @@ class Cells:
     def get(self, cell: dict[str, Any], measure: Callable[[], Any]) -> Any:
         """What is known of a cell; what it takes to know it is done the first time."""
         if key_of(cell) not in self._lines:
-            began, begin = datetime.datetime.now(datetime.UTC).isoformat(), time.perf_counter()
+            began = datetime.datetime.now(datetime.UTC).isoformat()
+            begin = time.perf_counter()
             value = measure()
             line = {"cell": cell, "value": value, "seconds": time.perf_counter() - begin}
             line |= {

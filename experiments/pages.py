@@ -27,7 +27,9 @@ HERE = ROOT / "experiments"
 BEGIN, END = "<!-- made of results.json -->", "<!-- end -->"
 NOT_RUN = "Not run."
 # The picture at the top of README.md, and whose results it shows.
-PICTURE, LADDER, OF_LADDER = "law.svg", "switch_vs_dense", "<!-- made of switch_vs_dense -->"
+PICTURE = "law.svg"
+LADDER = "switch_vs_dense"
+OF_LADDER = "<!-- made of switch_vs_dense -->"
 # Folders that claim nothing.
 NO_CLAIM = {
     "accelerator": "measurements of cards: no claim",

@@ -58,7 +58,8 @@ def pod_checks(report: dict) -> list[Check]:
     `switch_c_tokens_off_aim` is the distance from 2^20 tokens a batch as a share of them.
     """
     [row] = report["results"]
-    name, off = name_of(row["run"]), abs(row["tokens_per_batch"] / POD_TOKENS - 1)
+    name = name_of(row["run"])
+    off = abs(row["tokens_per_batch"] / POD_TOKENS - 1)
     found = [
         Check(f"{name}_{one['name']}", one["value"], one["bound"]) for one in report["checks"]
     ]

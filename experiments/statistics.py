@@ -81,7 +81,8 @@ def parabola(rates: Sequence[float], qualities: Sequence[float], sd: float = SD)
         ValueError: a rate is given twice or is not positive, or fewer than three qualities are
             finite.
     """
-    rates_N, qualities_N = np.asarray(rates, float), np.asarray(qualities, float)
+    rates_N = np.asarray(rates, float)
+    qualities_N = np.asarray(qualities, float)
     if len({*rates}) < len(rates) or rates_N.shape != qualities_N.shape or (rates_N <= 0).any():
         raise ValueError(f"{rates=} and {qualities=}; give one quality a positive rate")
     order_N = np.argsort(rates_N)

@@ -172,7 +172,8 @@ class Study(Experiment):
         Raises:
             SystemExit: interrupted or failed; the same command goes on.
         """
-        run, bindings = RunFolder(self.runs / name), (*bindings, *self.quick_bindings)
+        run = RunFolder(self.runs / name)
+        bindings = (*bindings, *self.quick_bindings)
         arguments = [
             *(f"--gin_file={file}" for file in gin_files),
             *(f"--gin.{binding}" for binding in self.placed(bindings)),
@@ -192,7 +193,8 @@ class Study(Experiment):
     def _trained(self, run: RunFolder, arguments: Sequence[str]) -> dict:
         self._switchx(run.root.name, "train", *arguments)
         goodput = json.loads(run.goodput.read_text())
-        done, asked = goodput["step"], json.loads(run.config.read_text())["train_steps"]
+        done = goodput["step"]
+        asked = json.loads(run.config.read_text())["train_steps"]
         if done < asked:  # SIGTERM: the state is saved, and the status is 0
             raise SystemExit(
                 f"{run.root} was stopped at step {done} of {asked}; the same command goes on"

@@ -59,7 +59,8 @@ def movie_reviews(corpus: pathlib.Path) -> Iterator[str]:
 
 # Standard Ebooks
 
-_OPF, _XHTML = "{http://www.idpf.org/2007/opf}", "{http://www.w3.org/1999/xhtml}"
+_OPF = "{http://www.idpf.org/2007/opf}"
+_XHTML = "{http://www.w3.org/1999/xhtml}"
 _KIND = "{http://www.idpf.org/2007/ops}type"
 _WORD_JOINER = "\u2060"
 

@@ -232,7 +232,8 @@ class Model:
             decoding["max_new_tokens"] = max_length
         tokens, is_text = self._read(inputs, "inputs")
         generator = self.generator(batch_size=batch_size, dropless=dropless, **decoding)
-        results, number = [None] * len(tokens), generator.decoding.num_return_sequences
+        results = [None] * len(tokens)
+        number = generator.decoding.num_return_sequences
         with compiled_programs_kept(None):
             for index, hypotheses in generator([self.prompt(each) for each in tokens]):
                 results[index] = [
@@ -488,7 +489,8 @@ def _load_artifact(folder: pathlib.Path, step, devices: ModelMesh | None) -> Mod
         raise ValueError(f"step={step!r} of {folder}, which is a quantized model and has one")
     artifact = read_artifact(folder) if devices else open_artifact(folder)
     try:
-        step, text_format = artifact.about["step"], TextFormat(**artifact.about["text_format"])
+        step = artifact.about["step"]
+        text_format = TextFormat(**artifact.about["text_format"])
     except (KeyError, TypeError) as error:
         wrong = f"{folder}: artifact.json does not say how texts are read ({error})"
         raise ValueError(f"{wrong}; make it again with `switchx quantize`") from error

@@ -113,8 +113,12 @@ class Peers:
     """
 
     def __init__(self, coordinator: str, count: int, index: int, client, silence_s: int):
-        self._coordinator, self._index, self._is_first = coordinator, index, index == 0
-        self._client, self._silence_s, self._all = client, silence_s, list(range(count))
+        self._coordinator = coordinator
+        self._index = index
+        self._is_first = index == 0
+        self._client = client
+        self._silence_s = silence_s
+        self._all = list(range(count))
         self._is_over = threading.Event()
         watches = (self._watch_heartbeats, self._watch_failures)
         self.threads = [threading.Thread(target=each, daemon=True) for each in watches]

@@ -169,7 +169,8 @@ def options(cls: type) -> dict[str, Option]:
     for field in dataclasses.fields(cls):
         if text := field.metadata.get("option"):
             hint, *_ = _alternatives(_hints(cls)[field.name])
-            is_list, listed = typing.get_origin(hint) is tuple, typing.get_args(hint)
+            is_list = typing.get_origin(hint) is tuple
+            listed = typing.get_args(hint)
             choices = None if is_list else listed or None
             kind = listed[0] if is_list else type(choices[0]) if choices else hint
             found[field.name] = Option(field.name, kind, choices, field.default, *text, is_list)
@@ -244,7 +245,8 @@ def without_gin(value):
 
 def _importable(value, where: str) -> str:
     """The dotted name by which a class or a function is found again; checks that it is."""
-    module, last = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
+    module = getattr(value, "__module__", None)
+    last = getattr(value, "__qualname__", "")
     found = getattr(sys.modules.get(module), last, None)
     if found is not value or module == "__main__":
         raise ValueError(

@@ -131,7 +131,8 @@ class SwitchxLM(LM):
         continuation's. A decoder reads the context's tokens, and predicts as many of the whole
         text's as are behind so many: where a token spans both, they are not the text's."""
         spaces = context[len(context.rstrip()) :]
-        context, continuation = context.removesuffix(spaces), spaces + continuation
+        context = context.removesuffix(spaces)
+        continuation = spaces + continuation
         encode = self.model.vocabulary.encode
         if self._has_encoder:
             return self._inputs(context), encode(continuation)

@@ -14,7 +14,11 @@ from switchx.fields import require
 
 VARIABLE = "SWITCHX_MALLOC"
 # Parameters of mallopt(3), of malloc.h.
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -2, -3, -4, -8
+_TRIM_THRESHOLD = -1
+_TOP_PAD = -2
+_MMAP_THRESHOLD = -3
+_MMAP_MAX = -4
+_ARENA_MAX = -8
 
 # What mallopt(3) reads from the environment; GLIBC_TUNABLES is newer.
 _OF_GLIBC = (

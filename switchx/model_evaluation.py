@@ -293,7 +293,8 @@ class _Evaluation:
             )
             job = with_vocabulary_of(folder, job)
         if self.wanted:
-            devices, task = _mesh_of_texts(job.mesh), _only_task(job, self.wanted)
+            devices = _mesh_of_texts(job.mesh)
+            task = _only_task(job, self.wanted)
             model = api.load(folder.path, step, mesh=devices, task=task)
             measured = self.texts.measure(job, self.wanted, model, self.reporter)
             metrics = {"step": model.step} | metrics | {"texts": measured}

@@ -279,7 +279,9 @@ def drops_by_factor(
     batch_size: int,
 ) -> DropsByFactor | str:
     """Predicts drops from a record of the rows, and measures some; or says why it cannot."""
-    config, switch, router = model.config, model.config.switch, model.config.switch.router
+    config = model.config
+    switch = model.config.switch
+    router = model.config.switch.router
     if router.overflow == "dropless":  # what a capacity would drop
         router = dataclasses.replace(router, overflow="drop")
     switch = dataclasses.replace(switch, router=router, expert_capacity=None)
@@ -335,7 +337,8 @@ def remove_experts(
     for each in without_each(model, experts):
         loss_B = np.zeros(len(rows.pairs))
         for i, score in each.scorer(**options)(pairs):
-            loss_B[kept[i]], tokens_B[kept[i]] = -score.log_likelihood, score.num_tokens
+            loss_B[kept[i]] = -score.log_likelihood
+            tokens_B[kept[i]] = score.num_tokens
         loss_XR.append(labels.by_text(loss_B))
         reporter.counted(len(loss_XR))
     loss_R, *loss_XR = loss_XR

@@ -469,7 +469,8 @@ class RoutingRecord:
             return None  # a stack without layers that are asked for
         L = max(int(place["place"].max()) + 1, 1)
         B = len(place["place"]) // L
-        numbers, sizes = np.unique(place["batch"]), np.unique(place["batch_size"])
+        numbers = np.unique(place["batch"])
+        sizes = np.unique(place["batch_size"])
         require(
             len(place["place"]) == B * L
             and (place["place"].reshape(B, L) == np.arange(L)).all()
@@ -483,7 +484,9 @@ class RoutingRecord:
             f"row group {group} has {B} rows of {L} places of a batch of {sizes[0]}, and "
             f"groups of {T} places that these do not fill",
         )
-        S, E, columns = self.info.num_choices, self.info.switch.num_experts, _columns(self.info)
+        S = self.info.num_choices
+        E = self.info.switch.num_experts
+        columns = _columns(self.info)
         if f"{names[0]}/gate 0" not in file.schema_arrow.names:  # an older record
             columns.pop("taken_gate_NBLS", None)
         suffixes = [name for _, some in columns.values() for name in some]

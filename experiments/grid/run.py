@@ -73,7 +73,8 @@ def judge(results: dict[str, Any]) -> dict[str, Any]:
     finals = finite_of(results)
     if len(finals) < len(RUNS.contenders):
         lost = sorted({each.name for each in RUNS.contenders} - finals.keys())
-        found, because = {}, f"Runs of {lost} diverged, so that no effect is estimated."
+        found = {}
+        because = f"Runs of {lost} diverged, so that no effect is estimated."
         effect, claim = Interval(0.0, 0.0, 0.0), "nothing"
     else:
         found = {name: each.interval() for name, each in effects(finals).items()}

@@ -19,7 +19,9 @@ from jax import lax
 from pallas_kernels.grouped_matmul import tpu_product
 from pallas_kernels.quantization import magic_numbers
 
-COMPILER, IN_16_BITS, IN_32_BITS = "the compiler's", "magic, 16 bits", "magic, 32 bits"
+COMPILER = "the compiler's"
+IN_16_BITS = "magic, 16 bits"
+IN_32_BITS = "magic, 32 bits"
 
 
 def of_type(dtype: str) -> tuple[str, ...]:

@@ -18,7 +18,8 @@ from experiments.study import Study, main
 SEED = 900  # no other experiment has it
 # D of R1 over that of R0: AdamW's rate is predicted to fall by it.
 WIDTH = 96 / 64
-ADAMW, ADAFACTOR = (0.002, 0.004, 0.008, 0.016, 0.032), (0.03, 0.06, 0.12, 0.24, 0.48)
+ADAMW = (0.002, 0.004, 0.008, 0.016, 0.032)
+ADAFACTOR = (0.03, 0.06, 0.12, 0.24, 0.48)
 MOST_ADDED = 3  # rates, two times apart, on a side where the best is at the edge
 
 
@@ -69,7 +70,8 @@ def sweep(study: Study, cells: Cells, swept: Swept) -> dict[str, float]:
     """Validation negative log perplexity by rate, with rates added where the best is at the
     edge."""
     # A quick one has two steps.
-    rates, quick = list(swept.rates), (*QUICK, "WARMUP_STEPS=1") * study.is_quick
+    rates = list(swept.rates)
+    quick = (*QUICK, "WARMUP_STEPS=1") * study.is_quick
     name = swept.name.replace(",", "").replace(" ", "_")
     for _ in range(MOST_ADDED + 1):
         found = study.command(

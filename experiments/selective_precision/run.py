@@ -18,7 +18,8 @@ EXACT, SELECTIVE = "float32", "selective"
 SEEDS = tuple(range(100, 107))
 SEEN = "a bfloat16 router hurts at logits x 30"
 _GOES_ON = "TrainingJob.max_skipped_in_a_row=1000000"  # a run that diverges is a result
-_COMPUTE, _ROUTER = "config.Precision.compute='bfloat16'", "config.Precision.router='bfloat16'"
+_COMPUTE = "config.Precision.compute='bfloat16'"
+_ROUTER = "config.Precision.router='bfloat16'"
 _LARGE = "SwitchConfig.router_init_scale=90.0"  # of a variance: 30 squared times 0.1
 CONTROL, HURT = f"{EXACT}, logits x 30", "bfloat16, logits x 30"
 

@@ -156,7 +156,8 @@ def picture(results: dict[str, Any]) -> Figure | None:
         ]
 
     def panel(x: str, over: dict[str, float]) -> Frontier:
-        start, loss = at.flops * over.get(at.name, 1.0), statistics.mean(at.losses)
+        start = at.flops * over.get(at.name, 1.0)
+        loss = statistics.mean(at.losses)
         ratio = read.ratio
         worth, low, high = (v * at.flops / start for v in (ratio.mean, ratio.low, ratio.high))
         text = f"{read.bound} {worth:.2f} ({low:.2f} to {high:.2f}) times".strip()

@@ -35,7 +35,8 @@ KERNEL_NAMES = ("multiply_rows", "sum_outer_products")
 def budget_cases() -> dict[str, Case]:
     """The cases that the table holds, by name."""
     quantized, int4 = "quantized_grouped_matmul", {"bits": 4}
-    float8, many = {"bits": 8, "is_float8": True}, {"R": ROWS["many"] * NUM_EXPERTS}
+    float8 = {"bits": 8, "is_float8": True}
+    many = {"R": ROWS["many"] * NUM_EXPERTS}
     rows = {"dtype": "float8_e4m3fn"}
     return benchmark_cases() | {
         "int4 epilogue 1024x4096 few": variant(quantized, **int4, epilogue=True),

@@ -310,7 +310,8 @@ def compiled_weight_bytes(bits: int | None) -> int:
     cell = Cell(512, 1024, 8, 8, 1)
     weights = random_weights(cell, bits, 0)
     product = grouped_matmul if bits is None else quantized_grouped_matmul
-    x_RD, sizes_E = jnp.ones((cell.R, cell.D), activation_dtype()), jnp.ones(8, jnp.int32)
+    x_RD = jnp.ones((cell.R, cell.D), activation_dtype())
+    sizes_E = jnp.ones(8, jnp.int32)
     compiled = jax.jit(product).lower(x_RD, weights, sizes_E).compile()
     others = x_RD.size * x_RD.dtype.itemsize + 4 * 8
     scales = 0 if bits is None else 4 * 8 * 1024

@@ -205,7 +205,9 @@ def _grouped_forward(settings: _Settings, operands: _Operands):
 @in_32_bits
 def _grouped_backward(settings: _Settings, saved, dy_RF):
     operands, residual = saved
-    x_RD, group_sizes_E, gate_R = operands.x_RD, operands.group_sizes_E, operands.gate_R
+    x_RD = operands.x_RD
+    group_sizes_E = operands.group_sizes_E
+    gate_R = operands.gate_R
     expert_R, is_used_R = rows_of_groups(group_sizes_E, len(x_RD))
 
     def input_gradient(da_RF, w_EDF, **dtype):

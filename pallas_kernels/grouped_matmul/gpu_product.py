@@ -192,7 +192,10 @@ def _scratch(
     tiling, weights, dtypes, num_matrices, table, is_inside: bool, mosaic: Mosaic
 ) -> dict:
     x_dtype, w_dtype, y_dtype = dtypes
-    stages, rows, depth, groups = tiling.stages, tiling.tile_n, tiling.tile_k, tiling.warpgroups
+    stages = tiling.stages
+    rows = tiling.tile_n
+    depth = tiling.tile_k
+    groups = tiling.warpgroups
     minor = (tiling.tile_m, depth) if weights.is_depth_minor else (depth, tiling.tile_m)
     own = weights.scratch
     places = ("x",) if weights.load is None else ("x", "w")
@@ -387,7 +390,9 @@ class _Consumer(Consumer):
         expert = self.tiles.expert_P[row_tile]
         steps = self.walk.steps(expert)
         column = feature_tile * self.walk.tiling.warpgroups + self.warpgroup
-        start_P, offset_P, size_P = self.tiles.start_P, self.tiles.offset_P, self.tiles.size_P
+        start_P = self.tiles.start_P
+        offset_P = self.tiles.offset_P
+        size_P = self.tiles.size_P
 
         def rows_of():
             return start_P[row_tile], offset_P[row_tile], size_P[row_tile]
@@ -581,7 +586,8 @@ class _Consumer(Consumer):
 
         A copy has a fixed number of rows: one of 2^i rows for each bit of how many there are.
         """
-        (start, offset, size), length = tile.rows_of(), 1 << (self.rows.bit_length() - 1)
+        start, offset, size = tile.rows_of()
+        length = 1 << (self.rows.bit_length() - 1)
         while length:
 
             @pl.when((size & length) != 0)

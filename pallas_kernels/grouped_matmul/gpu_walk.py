@@ -76,7 +76,8 @@ class Walk:
         """The walk with the parts of D that the tiles of a run ask for."""
         if self.tiling.splits == 1:
             return self
-        table, row_tiles = self.parts_table(tiles.expert_P.shape[0]), self.row_tiles(tiles)
+        table = self.parts_table(tiles.expert_P.shape[0])
+        row_tiles = self.row_tiles(tiles)
         parts = jnp.int32(table[0])
         # Few comparisons: the table would be a load that waits for that of the number.
         for first in np.flatnonzero(np.diff(table)) + 1:
@@ -201,12 +202,14 @@ def copied_bytes(
     features = tiling.tile_m * tiling.warpgroups
     x_bytes, w_bytes, y_bytes = 0, [0] * num_matrices, 0
     for row_tile, column, split in zip(*map(np.asarray, places), strict=True):
-        expert, columns = expert_P[row_tile], min(features, walk.features - column * features)
+        expert = expert_P[row_tile]
+        columns = min(features, walk.features - column * features)
         stored = size_P[row_tile], min(features, walk.stored_features - column * features)
         y_bytes += num_bytes(stored, results[0].dtype)
         if expert < walk.num_experts:
             rows = copied_rows(tiling, offset_P[row_tile] + size_P[row_tile])
-            first, end = start_P[row_tile], min(start_P[row_tile] + rows, num_rows)
+            first = start_P[row_tile]
+            end = min(start_P[row_tile] + rows, num_rows)
             # Tiles begin at multiples of 8 rows and share some with their neighbours.
             for eight in range(first // ROW_ALIGNMENT, -(-end // ROW_ALIGNMENT)):
                 size = num_bytes((ROW_ALIGNMENT, depth), x)

@@ -88,7 +88,10 @@ def _tiling(tiling: Tiling | None, D: int, F: int, dtype, out_dtype) -> Tiling:
 
 
 def _scratch(tiling: Tiling, dtype, out_dtype, mosaic: Mosaic) -> dict:
-    m, n, k, groups = tiling.tile_m, tiling.tile_n, tiling.tile_k, tiling.warpgroups
+    m = tiling.tile_m
+    n = tiling.tile_n
+    k = tiling.tile_k
+    groups = tiling.warpgroups
     own = mosaic.scratch_of_transposes(x=((m, k), dtype))
     return dict(
         x_smem=mosaic.smem((tiling.stages, groups, k, m), dtype),

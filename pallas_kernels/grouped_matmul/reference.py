@@ -213,7 +213,8 @@ def forward_on_cpu(x_RD, w, group_sizes_E, transpose_w: bool, tiling: Tiling):
     """The loops of the CPU, float32; see the module."""
 
     def weight_block(e, k):
-        corner, shape = (e, k * tiling.weight_rows, 0), (1, tiling.weight_rows, w.shape[2])
+        corner = (e, k * tiling.weight_rows, 0)
+        shape = (1, tiling.weight_rows, w.shape[2])
         return jax.lax.dynamic_slice(w, corner, shape)[0]
 
     x_RD = vary_like(x_RD, w, group_sizes_E)

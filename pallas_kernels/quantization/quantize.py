@@ -227,7 +227,8 @@ def _quantize_channels(w_FGC, bits, method, is_float8):
     divisor_FG1 = jnp.where(is_zero_FG1, 1, max_FG1 * near_1_FG1)
     relative_FGC = jnp.where(is_zero_FG1, 0, w_FGC * near_1_FG1 / divisor_FG1)
     if method == "mse":
-        step_FG1, low = _best_clip(relative_FGC, largest) / largest, -largest - 1
+        step_FG1 = _best_clip(relative_FGC, largest) / largest
+        low = -largest - 1
     elif method == "ft":
         step_FG1, low = jnp.full_like(max_FG1, 1 / (largest + 1)), -largest - 1
     else:

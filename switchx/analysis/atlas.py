@@ -76,7 +76,8 @@ class Labels:
 
     def half(self, is_used_R: np.ndarray, seed: int) -> np.ndarray:
         """Whether each used text is in a random half of those of its label."""
-        rng, is_first_R = np.random.default_rng(seed), np.zeros(len(self.label_R), bool)
+        rng = np.random.default_rng(seed)
+        is_first_R = np.zeros(len(self.label_R), bool)
         for k in range(len(self.names)):
             own = np.flatnonzero(is_used_R & (self.label_R == k))
             is_first_R[rng.permutation(own)[::2]] = True

@@ -196,7 +196,8 @@ def knock_outs(atlas: Atlas) -> Section:
     title, removed = "Without single experts", atlas.knock_outs
     if removed is None:
         return Section(title, "No expert was removed (--knockouts).")
-    shown, weight_K = shown_labels(atlas), removed.tokens_K / removed.tokens_K.sum()
+    shown = shown_labels(atlas)
+    weight_K = removed.tokens_K / removed.tokens_K.sum()
     changes = {}
     for (name, e), change_K in zip(removed.experts, removed.change_XK, strict=True):
         if name not in changes:

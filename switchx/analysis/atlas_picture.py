@@ -47,7 +47,8 @@ def _draw_drops(axis, drops: DropsByFactor) -> None:
         axis.plot(drops.factor_P, drops.share_PN[:, n], color=shade, label=name, zorder=2)
         share_M = [errors[layer].measured_share for errors in drops.errors.values()]
         axis.scatter(list(drops.errors), share_M, color=shade, s=16, zorder=3, clip_on=False)
-    top, most = max(drops.share_PN.max(), 0.01), max(*drops.errors, drops.least, drops.own or 0)
+    top = max(drops.share_PN.max(), 0.01)
+    most = max(*drops.errors, drops.least, drops.own or 0)
     right = min(drops.factor_P[-1], 3 * most)  # one hot expert would leave no room for the rest
     axis.set_xlim(drops.factor_P[0], right)
     axis.set_ylim(0, 1.05 * top)

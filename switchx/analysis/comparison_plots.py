@@ -51,6 +51,7 @@ def panels_figure(
             axis.set_ylim(shown.min() - room, shown.max() + room)
         axis.set(xlabel=x, ylabel=y)
         axis.xaxis.set_major_locator(MaxNLocator(nbins=4))
-    labels, options = map(plain, handles), {"loc": "outside lower left", "ncols": 3}
+    labels = map(plain, handles)
+    options = {"loc": "outside lower left", "ncols": 3}
     figure.legend(handles.values(), labels, frameon=False, **options)
     return figure

@@ -274,7 +274,8 @@ class DropsByFactor:
         factors = sorted({*errors, least, dropless, own or least})
         if not drops.setting.is_rerouting:  # which reads the record for each of them
             factors = sorted({*factors, *np.linspace(factors[0], factors[-1], NUM_PREDICTED)})
-        few, none = drops.slots_per_token(least), drops.slots_per_token(dropless)
+        few = drops.slots_per_token(least)
+        none = drops.slots_per_token(dropless)
         return cls(
             drops.layers,
             np.array(factors),

@@ -383,7 +383,8 @@ def typical_tokens(counts: TokenCounts, expert: int, num: int) -> list[TypicalTo
     choices_V = counts.choices_V
     cells = slice(*np.searchsorted(counts.expert_X, (expert, expert + 1)))
     index, count = counts.index_X[cells], counts.count_X[cells]
-    q, p = count / max(count.sum(), 1), choices_V[index] / max(choices_V.sum(), 1)
+    q = count / max(count.sum(), 1)
+    p = choices_V[index] / max(choices_V.sum(), 1)
     told = q * np.log(q / p)
     order = np.argsort(-told, kind="stable")[:num]
     return [

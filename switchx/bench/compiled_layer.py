@@ -150,7 +150,8 @@ def compiled_rows(topology: Topology) -> list[dict]:
             for direction in DIRECTIONS:
                 layer = layer_function(layer_config(activation), direction)
                 _, compiled, launches = compiled_for(device, *layer)
-                ideal, hlo = ideal_bytes(activation, direction), compiled.as_text()
+                ideal = ideal_bytes(activation, direction)
+                hlo = compiled.as_text()
                 for split, sizes_E in group_sizes().items():
                     moved = moved_bytes(hlo, launches, sizes_E)
                     row = {

@@ -57,7 +57,8 @@ def step_row(topology: Topology, precision: Precision) -> dict:
         compiled = traced.lower().compile()
     hlo, memory = compiled.as_text(), compiled.memory_analysis()
     moved = moved_bytes(hlo, rates=rates_of(topology.kind))
-    flops, state = matrix_flops(hlo), bytes_on_one_device(program.abstract_state)
+    flops = matrix_flops(hlo)
+    state = bytes_on_one_device(program.abstract_state)
     ideal_flops = planned_flops(job, 1)
     ideal_bytes = sum_of_trace(traced.jaxpr, product_bytes) + 2 * state
     return {

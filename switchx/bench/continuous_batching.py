@@ -199,7 +199,8 @@ def _round(worker, limits, prompts, sizes, arrivals_s) -> Round:
             answered_s[number], answers[number] = now_s, event.hypothesis.tokens
         if isinstance(event, Answer) or event.tokens:
             first_s.setdefault(number, now_s)
-    num_tokens, last_s = sum(map(len, answers.values())), max(answered_s.values())
+    num_tokens = sum(map(len, answers.values()))
+    last_s = max(answered_s.values())
 
     def median_s(moments_s) -> float:
         waited = [moments_s[i] - start_s - at_s for i, at_s in enumerate(arrivals_s)]

@@ -76,7 +76,8 @@ def recording(
 
 
 def _written(generator: Generator, texts, path: str | None = None) -> None:
-    switch, layers = generator.config.switch, generator.config.sparse_layers_by_stack
+    switch = generator.config.switch
+    layers = generator.config.sparse_layers_by_stack
     info = RecordInfo(switch, layers, 0, "generate")
     with RecordWriter(path, info) if path else contextlib.nullcontext() as generator.record:
         list(generator(texts))

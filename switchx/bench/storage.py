@@ -127,7 +127,8 @@ def contender(name: str, program) -> Contender:
 
 def bandwidths(folder: pathlib.Path) -> dict[str, float]:
     """Bytes a second of a large file: `written` and flushed, and `read`."""
-    path, data = folder / "bandwidth", np.random.default_rng(0).bytes(FILE_BYTES)
+    path = folder / "bandwidth"
+    data = np.random.default_rng(0).bytes(FILE_BYTES)
     found: dict[str, list[float]] = {"read": [], "written": []}
     for _ in range(3):
         with contextlib.closing(path.open("wb", buffering=0)) as file:

@@ -176,7 +176,8 @@ def add_flags(
         elif metavar == metavar.lower():
             settings = {"type": kind, "choices": list(map(kind or str, metavar.split("|")))}
         if name in defaults:
-            settings["default"], text = defaults[name], f"{text} (default: %(default)s)"
+            settings["default"] = defaults[name]
+            text = f"{text} (default: %(default)s)"
         if name == required:
             settings["required"] = True
         parser.add_argument(option, help=text, **settings)

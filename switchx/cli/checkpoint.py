@@ -126,7 +126,8 @@ def inspect(arguments: argparse.Namespace) -> int:
 def _array(name: str, leaf) -> dict:
     sharding = getattr(leaf, "sharding", None)
     spec = getattr(sharding, "partition_spec", None)
-    names, sizes = getattr(sharding, "axis_names", ()), getattr(sharding, "shape", ())
+    names = getattr(sharding, "axis_names", ())
+    sizes = getattr(sharding, "shape", ())
     axes = dict(zip(names, map(int, sizes), strict=True))
     return {
         "name": name,
@@ -239,7 +240,8 @@ def average(arguments: argparse.Namespace) -> int:
     with new_folder(arguments.out) as folder:
         if steps is None:
             step = choose_step(run, arguments.step)
-            params, what = moving_average(run, step), f"the moving average of step {step}"
+            params = moving_average(run, step)
+            what = f"the moving average of step {step}"
         else:
             params = mean_of_checkpoints(run, steps)
             what = f"the mean of steps {', '.join(map(str, steps))}"

@@ -59,7 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     with TerminalReporter() as reporter:
         reporter.note(f"compiling for {topology.num_devices} devices of {topology}")
-        described, limit = devices.describe_devices(topology), topology.generation.hbm_bytes
+        described = devices.describe_devices(topology)
+        limit = topology.generation.hbm_bytes
         step = training_step.compile_step(job, described, limit, with_others=True)
         report = compiled.report_of(step, job, topology, ", ".join(arguments.gin_file))
     if arguments.json:

@@ -375,7 +375,8 @@ def _from_peft(arguments: argparse.Namespace, reporter) -> None:
     step, vocabulary = choose_step(base), load_vocabulary(base.root)
     config = dataclasses.replace(run_folder.read_model_config(base), scan_layers=False)
     of_base = {"base": str(base.where), "step": step}  # found from any directory
-    rescaled, is_named = run_folder.read_rescaled(base), is_made_for(arguments.src, base.path)
+    rescaled = run_folder.read_rescaled(base)
+    is_named = is_made_for(arguments.src, base.path)
     require(
         rescaled is None or is_named,
         f"--base={arguments.base} has the factors of {rescaled} multiplied into its weights, "

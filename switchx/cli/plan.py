@@ -314,7 +314,8 @@ def _disk_row(plan, hardware) -> dict[str, Any]:
     """The row on a disk's reads and writes, and on how long it lasts."""
     use, step_s = plan.storage, plan.time.step_s
     sharing = min(plan.layout.size, hardware.host.devices)
-    day_written, allowed = use.day_written(step_s) * sharing, hardware.disk.day_written_bytes
+    day_written = use.day_written(step_s) * sharing
+    allowed = hardware.disk.day_written_bytes
     return {
         "touched": use.touched,
         "disk_read_bytes": use.disk_read,

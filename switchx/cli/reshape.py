@@ -200,10 +200,13 @@ def _check(arguments: argparse.Namespace, config):
     from switchx.models.reshape import dense_config, reduced_config
     from switchx.models.upcycle import exact_way, multiplied_config, upcycled_config
 
-    experts, is_dense, share = arguments.experts, config.switch is None, arguments.share
+    experts = arguments.experts
+    is_dense = config.switch is None
+    share = arguments.share
     require_one_task(config)
     E = 0 if is_dense else config.switch.num_experts
-    reducing, is_dropping = ("reduce", "score", "novice"), arguments.reduce == "drop"
+    reducing = ("reduce", "score", "novice")
+    is_dropping = arguments.reduce == "drop"
     for has_no_effect, names, why in (
         (is_dense, reducing, "of a dense model, which has no experts to reduce"),
         (not is_dense, ("num_selected", "every"), "of a sparse model, which keeps its own"),
@@ -267,7 +270,8 @@ def _write(arguments: argparse.Namespace, model, found, train_state) -> None:
     from switchx.whole_folders import new_folder
 
     model_dir = RunFolder(arguments.model_dir)
-    source, rescaled = read_config(model_dir).get("source"), read_rescaled(model_dir)
+    source = read_config(model_dir).get("source")
+    rescaled = read_rescaled(model_dir)
     origin = f"switchx reshape: {arguments.model_dir}, checkpoint {model.step}"
     vocabulary = model.vocabulary or TokenIdVocabulary(found.config.vocab_size)
     with new_folder(arguments.output) as folder:

@@ -164,7 +164,9 @@ def run_show(arguments: argparse.Namespace) -> int:
     if arguments.output:
         _draw(schedule, sentence, arguments.output)
     if arguments.json:
-        P, M, v = schedule.num_stages, schedule.num_microbatches, schedule.num_chunks
+        P = schedule.num_stages
+        M = schedule.num_microbatches
+        v = schedule.num_chunks
         formula = (P - 1) / (v * M + P - 1)
         check = Check("bubble_vs_formula", abs(row["bubble"] - formula), "<=1e-9")
         Report("show schedule", [row], [check]).print(as_json=True)

@@ -35,7 +35,8 @@ _MESH = re.compile(
 _REDUCE_SCATTER = "all-reduce-scatter"
 # The TPU compiler runs some beside others' products: a computation with `_FUSED_START` begins
 # one, and the computations that it goes on in name it again.
-_FUSED_PART, _FUSED_START = 'chain_id="', 'custom_call_target="AsyncCollectiveStart"'
+_FUSED_PART = 'chain_id="'
+_FUSED_START = 'custom_call_target="AsyncCollectiveStart"'
 
 # Types and shapes.
 Arrays: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]

@@ -279,7 +279,8 @@ def _used(each: Instruction, whole: int) -> tuple[int, bool]:
     for user in each.computation:
         if each not in user.operands:
             continue
-        is_first, is_handed_on = user.operands[0] is each, user.opcode in _LOOKED_THROUGH
+        is_first = user.operands[0] is each
+        is_handed_on = user.opcode in _LOOKED_THROUGH
         if user.opcode in _TAKES_PARTS and is_first:
             total += sum(array.num_bytes for array in user.arrays)
         elif user.opcode == "fusion":

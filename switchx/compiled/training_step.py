@@ -186,7 +186,8 @@ def compile_step(
         program = compiled_program(job, described(mesh) if is_described else devices)
     else:
         program = student_program(job, devices)
-    started, batch = time.monotonic(), program.abstract_batch(batch_shapes(program))
+    started = time.monotonic()
+    batch = program.abstract_batch(batch_shapes(program))
     encoder, decoder = (job.batch_size * length for length in job.sequence_lengths)
     own = list(mesh.devices.flat) if is_described else None
     memory, text, on_host = _measure(program, batch, hbm_bytes, own)
@@ -367,7 +368,8 @@ def memory_of(facts, limit: int, platform: str) -> Memory:
     Args:
         facts: `compiled.memory_analysis()`.
     """
-    arguments, code = facts.argument_size_in_bytes, facts.generated_code_size_in_bytes
+    arguments = facts.argument_size_in_bytes
+    code = facts.generated_code_size_in_bytes
     # Donated arguments' results take their places.
     results = max(0, facts.output_size_in_bytes - facts.alias_size_in_bytes)
     temporaries = facts.temp_size_in_bytes + code

@@ -92,7 +92,10 @@ class Deployment:
             f"teacher={plan.settings.teacher!r} without a job: its student is trained on the "
             "run's own task; give the TrainingJob",
         )
-        self.plan, self.described, self.rebuild, self.job = plan, described, rebuild, job
+        self.plan = plan
+        self.described = described
+        self.rebuild = rebuild
+        self.job = job
         self._text = functools.cache(text)
         self._note: Callable[[str], None] = lambda line: None
 
@@ -192,7 +195,8 @@ class Deployment:
         return self._measured(folder, api.load(folder), expected)
 
     def _segment(self, made: dict[str, FinishedStep], folder: pathlib.Path) -> dict[str, Any]:
-        model, expected = api.load(made["convert"].path), made["convert"].measured["expected"]
+        model = api.load(made["convert"].path)
+        expected = made["convert"].measured["expected"]
         here = Target(_platform_here(), mesh=self.plan.mesh)
         self._export(folder, model, model.config, model.params, [here], model.save_vocabulary)
         measured = self._measured_export(folder, expected)
@@ -252,7 +256,8 @@ class Deployment:
         vocabulary = model.vocabulary or TokenIdVocabulary(config.vocab_size)
         origin = f"switchx deploy: {self.plan.source['model_dir']}, checkpoint {self.plan.step}"
         source = read_config(self.plan.run_folder).get("source")
-        run, carried = RunFolder(folder), (vocabulary, origin, source, model.decoding)
+        run = RunFolder(folder)
+        carried = (vocabulary, origin, source, model.decoding)
         rescaled = read_rescaled(self.plan.run_folder)
         write_converted(run, config, params, *carried, rescaled=rescaled)
         run.model_gin.write_text(model_gin(config), encoding="utf-8")

@@ -183,7 +183,9 @@ def _fixed(config) -> dict[str, Any]:
 
 def _describe_experts(kin: Decoder, config: ModelConfig, expert_d_ff: int) -> dict[str, Any]:
     """What `config.json` says of experts and of the blocks that have them."""
-    switch, router, sparse = config.switch, config.switch.router, sparse_layers(config)
+    switch = config.switch
+    router = config.switch.router
+    sparse = sparse_layers(config)
     values = {
         # transformers 5 has the second name for both.
         "num_experts": switch.num_experts,

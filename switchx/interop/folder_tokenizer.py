@@ -244,7 +244,8 @@ def write_tokenizer(
 
     Sentinels that are pieces are named with their ids: it would add others behind them.
     """
-    pieces, theirs = read_sentencepiece(str(folder / PIECES)), their_ids(special_ids)
+    pieces = read_sentencepiece(str(folder / PIECES))
+    theirs = their_ids(special_ids)
     texts = map(pieces.id_to_piece, range(pieces.get_piece_size()))
     own = [AddedToken(i, text) for i, text in enumerate(texts) if _SENTINEL.fullmatch(text)]
     tokens = [dataclasses.replace(each, id=theirs.get(each.id, each.id)) for each in tokens]

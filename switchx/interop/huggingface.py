@@ -131,7 +131,8 @@ def read_checkpoint(
         "it opens the folder; move adapter_config.json and adapter_model.* into a folder of "
         "their own, convert the model, then these with --from=peft",
     )
-    tensors, fields = TensorFolder(folder), Fields(values, str(folder / "config.json"))
+    tensors = TensorFolder(folder)
+    fields = Fields(values, str(folder / "config.json"))
     family = family_of(fields)
     overflow = family.overflows[0] if overflow is None else overflow
     require(
@@ -291,7 +292,8 @@ def write_decoder(
     kin, description, notes = decoder_descriptions.describe(config)
     if config != own:
         notes.append(f"{kin.architecture} has a shared expert: one of zeros is written")
-    leaves, names = named_leaves(params), decoder_tensors.tensor_names(kin, config)
+    leaves = named_leaves(params)
+    names = decoder_tensors.tensor_names(kin, config)
     router = None if config.switch is None else config.switch.router
     if (
         router is not None
@@ -377,7 +379,8 @@ def _tensors(
     """Names and tensors of a model, in the order in which the parameters are stored."""
     stored = sorted(names, key=lambda name: getattr(leaves[name], "place", ()))
     for parameter in stored:
-        theirs, order = names[parameter], orders.get(parameter.rpartition("/")[2])
+        theirs = names[parameter]
+        order = orders.get(parameter.rpartition("/")[2])
         inverse = None if order is None else np.argsort(order)
         # The embedding has the same tensor under several names.
         is_in_parts = len(theirs) > 1 and parameter != "embedding/embedding_VD"

@@ -130,7 +130,8 @@ def tensor_names(kin: T5Kin, config: ModelConfig) -> dict[str, tuple[str, ...]]:
 
 
 def _block_names(kin: T5Kin, config, stack: str, layer: int) -> dict[str, tuple[str, ...]]:
-    ours, theirs = f"{stack}/blocks/layer_{layer}", f"{stack}.block.{layer}.layer"
+    ours = f"{stack}/blocks/layer_{layer}"
+    theirs = f"{stack}.block.{layer}.layer"
     attentions = {"self_attention": "SelfAttention"}
     if stack == "decoder":
         attentions["cross_attention"] = "EncDecAttention"

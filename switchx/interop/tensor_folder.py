@@ -110,7 +110,8 @@ class TensorFolder:
             )
             reason = "whose tensors differ"
         except ValueError as error:
-            is_same, reason = False, f"and not all of these can be read: {error}"
+            is_same = False
+            reason = f"and not all of these can be read: {error}"
         require(
             is_same,
             f"{path} and {index.name} are both there, {reason}; transformers reads "
@@ -189,7 +190,8 @@ class _SafetensorsFile:
         tensor = self._file.get_tensor(name)
         self._num_read += tensor.nbytes
         if self._num_read > _MOST_MAPPED_BYTES:  # what was read stays mapped until then
-            self._file, self._num_read = safe_open(self._path, framework="np"), 0
+            self._file = safe_open(self._path, framework="np")
+            self._num_read = 0
         return tensor
 
 
@@ -248,7 +250,8 @@ def _write_file(path: pathlib.Path, tensors: Mapping[str, Any]) -> None:
     # The larger numbers first, so that all are aligned.
     for name in sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name)):
         start, end = end, end + tensors[name].nbytes
-        kind, shape = _WRITTEN[tensors[name].dtype.name], list(tensors[name].shape)
+        kind = _WRITTEN[tensors[name].dtype.name]
+        shape = list(tensors[name].shape)
         header[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)

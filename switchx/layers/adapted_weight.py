@@ -75,7 +75,8 @@ class AdaptedWeight:
 
     def einsums(self, dimensions: str) -> tuple[str, str]:
         """The einsums of x and A, and of that and B, for a product `BLD,DF->BLF`."""
-        (x, w), y = dimensions.split("->")[0].split(","), dimensions.split("->")[1]
+        x, w = dimensions.split("->")[0].split(",")
+        y = dimensions.split("->")[1]
         # The product's letters may be others than those of the weight's name.
         _, a, b = self.dims
         own = dict(zip(self.dims[0], w, strict=True))

@@ -114,7 +114,8 @@ def _softmax_forward(dtype, scores_BHLM):
 
 def _softmax_backward(dtype, residuals, dweights_BHLM):
     weights_BHLM, like = residuals
-    w_BHLM, dw_BHLM = weights_BHLM.astype(like.dtype), dweights_BHLM.astype(like.dtype)
+    w_BHLM = weights_BHLM.astype(like.dtype)
+    dw_BHLM = dweights_BHLM.astype(like.dtype)
     return (w_BHLM * (dw_BHLM - jnp.sum(w_BHLM * dw_BHLM, axis=-1, keepdims=True)),)
 
 
@@ -325,7 +326,10 @@ class Attention(AttentionOutput):
     def __init__(self, config, *, num_correlations: int = 1, key):
         keys = jax.random.split(key, 4)
         super().__init__(config, num_correlations=num_correlations, key=keys[3])
-        D, H, K, Z = config.d_model, config.num_heads, config.d_head, config.kv_heads
+        D = config.d_model
+        H = config.num_heads
+        K = config.d_head
+        Z = config.kv_heads
         shared = "HK" if Z == H else "ZK"
         self.dims = {"query": "HK", "key": shared, "value": shared}
         # Without 1/sqrt(K) in the scores, the queries start that much smaller.

@@ -91,7 +91,8 @@ def take_rows(table_VD, ids_BL, dims: str = "VD"):
     """
     if num_devices() == 1:
         return jnp.take(table_VD, ids_BL, axis=0)
-    batch, (rows, columns) = _batch_axes(len(ids_BL)), _split_axes(table_VD, dims)
+    batch = _batch_axes(len(ids_BL))
+    rows, columns = _split_axes(table_VD, dims)
     is_exchanged = bool(rows) and set(rows) <= set(batch)
     is_undivided = not is_exchanged and set(rows) & set(_axes("B", "activations"))
     if is_undivided or not set(columns) <= set(batch):
@@ -104,7 +105,8 @@ def take_rows(table_VD, ids_BL, dims: str = "VD"):
             return _exchanged_rows(table_VD, ids_BL, rows, columns, batch)
         return _own_rows(table_VD, ids_BL, rows, columns)
 
-    tokens, table = PartitionSpec(batch or None), PartitionSpec(rows or None, columns or None)
+    tokens = PartitionSpec(batch or None)
+    table = PartitionSpec(rows or None, columns or None)
     sharded = jax.shard_map(
         local, in_specs=(table, tokens), out_specs=tokens, axis_names=open_axes()
     )
@@ -120,7 +122,8 @@ def _own_rows(table_VD, ids_BL, rows: MeshAxes, columns: MeshAxes):
     ids_BL = _gather(ids_BL, columns, axis=0)
     if rows:
         block = len(table_VD)
-        first, V = jax.lax.axis_index(rows) * block, block * jax.lax.axis_size(rows)
+        first = jax.lax.axis_index(rows) * block
+        V = block * jax.lax.axis_size(rows)
         is_here_BL = (ids_BL >= first) & (ids_BL < first + block)
         x_BLD = jnp.take(table_VD, jnp.where(is_here_BL, ids_BL - first, 0), axis=0)
         # An id outside of the table gives a row of NaN, as `jnp.take` does.
@@ -136,7 +139,8 @@ def _own_rows(table_VD, ids_BL, rows: MeshAxes, columns: MeshAxes):
 def _exchanged_rows(table_VD, ids_BL, rows: MeshAxes, columns: MeshAxes, batch: MeshAxes):
     """Rows of a table whose rows are on devices with other tokens (`partitioning/vocab.py`)."""
     parts = jax.lax.axis_size(rows)
-    owners, room = RowOwners(len(table_VD) * parts, parts), current_rules().vocab_room
+    owners = RowOwners(len(table_VD) * parts, parts)
+    room = current_rules().vocab_room
     rows_RD = owners.deal(_gather(table_VD, columns, axis=1), rows)
     x_TD = look_up(rows_RD, ids_BL.reshape(-1), owners, rows, factor=room, everywhere=batch)
     return x_TD.reshape(*ids_BL.shape, -1)

@@ -89,7 +89,10 @@ class SequenceFlops:
 
 def count_parameters(config: ModelConfig) -> ParameterCount:
     """Counts the parameters of the model that `config` describes, exactly."""
-    D, H, K, Z = config.d_model, config.num_heads, config.d_head, config.kv_heads
+    D = config.d_model
+    H = config.num_heads
+    K = config.d_head
+    Z = config.kv_heads
     num_stacks = 2 if config.is_encoder_decoder else 1
     num_norms = num_stacks + _num_attentions(config) + _num_layers(config)
     biases = config.biases_of_attention

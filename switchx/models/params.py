@@ -110,5 +110,6 @@ def of_task(config: ModelConfig, params: dict, source: dict, task: str):
 
     router = dataclasses.replace(config.switch.router, kind="top_k", num_tasks=1)
     switch = dataclasses.replace(config.switch, num_experts=own, router=router)
-    config, described = dataclasses.replace(config, switch=switch), source["tasks"]
+    config = dataclasses.replace(config, switch=switch)
+    described = source["tasks"]
     return config, tree.map_named(cut, params), described[names.index(task)]

@@ -289,7 +289,8 @@ def merge_experts(
             return layer, np.arange(num_experts)
         hidden_ERF = _hidden(config, layer, sample.x_RD)
         # Experts with their copies are compared; then first copies are merged, second ones, ...
-        copies, y_ERD = config.switch.router.num_copies, _outputs(layer, hidden_ERF)
+        copies = config.switch.router.num_copies
+        y_ERD = _outputs(layer, hidden_ERF)
         apart = len(y_ERD) // copies
         y_ERD = np.concatenate(np.split(y_ERD, copies), axis=1)
         alike = [np.array(each) for each in cluster_experts(y_ERD, num_experts // copies)]
@@ -469,7 +470,8 @@ def taken(layer: Layer, experts: np.ndarray) -> Layer:
 def _hidden(config: ModelConfig, layer: Layer, x_RD) -> np.ndarray:
     """`[E, R, F]`: the experts' activations of the same rows, one expert at a time."""
     x_RD = np.asarray(x_RD, np.float32)
-    b_in_EF, gates = layer.get("experts/b_in_EF"), layer.get("experts/w_gate_EDF")
+    b_in_EF = layer.get("experts/b_in_EF")
+    gates = layer.get("experts/w_gate_EDF")
     hidden = []
     for e, w_in_DF in enumerate(layer["experts/w_in_EDF"]):
         h_RF = x_RD @ w_in_DF.astype(np.float32)
@@ -482,7 +484,8 @@ def _hidden(config: ModelConfig, layer: Layer, x_RD) -> np.ndarray:
 
 def _outputs(layer: Layer, hidden_ERF) -> np.ndarray:
     """`[E, R, D]`, of the experts' activations."""
-    w_out_EFD, b_out_ED = layer["experts/w_out_EFD"], layer.get("experts/b_out_ED")
+    w_out_EFD = layer["experts/w_out_EFD"]
+    b_out_ED = layer.get("experts/b_out_ED")
     outputs = []
     for e, (h_RF, w_out_FD) in enumerate(zip(hidden_ERF, w_out_EFD, strict=True)):
         y_RD = h_RF @ w_out_FD.astype(np.float32)
@@ -506,7 +509,8 @@ def _merged(layer: Layer, sample: LayerSample, hidden_ERF, clusters) -> Layer:
     for members in clusters:
         use = np.asarray(sample.load_E, np.float64)[members] + 1e-9
         share = use / use.sum()
-        column_D, log_count = w_router_DE[:, members[0]], log_count_E[members[0]]
+        column_D = w_router_DE[:, members[0]]
+        log_count = log_count_E[members[0]]
         if len(members) > 1:
             column_D, log_count = _merged_router(
                 x_RD, w_router_DE[:, members], bias_E[members], log_count_E[members], share

@@ -104,7 +104,8 @@ class BlockPeriod(nnx.Module):
     def _inputs_of_blocks(self, inputs: BlockInputs) -> list[BlockInputs]:
         """The inputs of each block, with its part of what layers have of their own: heads of
         the biases, given choices."""
-        biases, rows = [inputs.bias_HLM] * self.length, [inputs.row_bias_BHLM] * self.length
+        biases = [inputs.bias_HLM] * self.length
+        rows = [inputs.row_bias_BHLM] * self.length
         replays = [None] * self.length
         if self.has_own_biases and inputs.bias_HLM is not None:
             biases = jnp.split(inputs.bias_HLM, self.length)

@@ -72,7 +72,8 @@ def _slots_refusal(model: ModelConfig, tier: Tier, slots: int) -> str | None:
     numbers = {f"the {s}": n for s, n in periods.items() if model.num_sparse_layers_of(s)}
     of_stacks = ""
     if tier == "disk":
-        numbers, of_stacks = {"the model": sum(periods.values())}, f" ({' and '.join(stacks)})"
+        numbers = {"the model": sum(periods.values())}
+        of_stacks = f" ({' and '.join(stacks)})"
     for name, number in numbers.items():
         if slots > number:
             way = f"at most {number}" if number > 1 else "experts='device': all are needed"

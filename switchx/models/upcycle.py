@@ -222,7 +222,8 @@ def multiply_experts(config: ModelConfig, params: dict, num_experts: int, way: s
 
     Args, Raises: as `multiplied_config`.
     """
-    grown, E = multiplied_config(config, num_experts, way), config.switch.num_experts
+    grown = multiplied_config(config, num_experts, way)
+    E = config.switch.num_experts
     router = grown.switch.router
     origin_E, m = np.tile(np.arange(E), num_experts // E), num_experts // E
     rng = np.random.default_rng(SEED)

@@ -95,11 +95,14 @@ def ragged_dispatch(x_GTD, plan: RoutingPlan, experts: ExpertBank):
 
 
 def _local(x_GTD, plan: RoutingPlan, experts: ExpertBank, placement: Placement):
-    (G, T, S), E, axes = plan.expert_GTS.shape, plan.num_experts, placement.experts
+    G, T, S = plan.expert_GTS.shape
+    E = plan.num_experts
+    axes = placement.experts
     num_parts = placement.size(axes)
     expert_X = jnp.where(plan.is_kept_GTS, plan.expert_GTS, E).reshape(-1)
     sent = sort_into_rows(expert_X, E, rows=expert_X.size)
-    token_1R, row_1TS = (sent.choice_R // S)[None], sent.row_X.reshape(1, G * T, S)
+    token_1R = (sent.choice_R // S)[None]
+    row_1TS = sent.row_X.reshape(1, G * T, S)
     x_1RD = gather_rows(x_GTD.reshape(1, G * T, -1), token_1R, row_1TS)
 
     # Rows of every device for every expert, known to all devices.

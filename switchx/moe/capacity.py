@@ -28,7 +28,8 @@ def slot_notes(switch) -> tuple[str, ...]:
     """
     if switch is None or switch.router.has_choosing_experts or switch.has_attention:
         return ()
-    router, dispatcher = switch.router, f"SwitchConfig.dispatcher={switch.dispatcher!r}"
+    router = switch.router
+    dispatcher = f"SwitchConfig.dispatcher={switch.dispatcher!r}"
     E, S = switch.num_experts, router.num_selected
     if router.overflow == "dropless":
         if E == S or not DISPATCHERS[switch.dispatcher].has_equal_blocks:

@@ -81,7 +81,8 @@ def place_tasks(
 
 def loads_of_devices(load_NE, expert_of_slot_NR, num_devices: int) -> np.ndarray:
     """The load of each device `[N, P]`, an expert's divided evenly among its copies."""
-    load_NE, table_NR = np.asarray(load_NE, np.float64), np.asarray(expert_of_slot_NR)
+    load_NE = np.asarray(load_NE, np.float64)
+    table_NR = np.asarray(expert_of_slot_NR)
     E = load_NE.shape[1]
     copies_NE = np.stack([np.bincount(table_R, minlength=E) for table_R in table_NR])
     share_NE = load_NE / np.maximum(copies_NE, 1)

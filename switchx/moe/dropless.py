@@ -109,7 +109,9 @@ def overflows(plan: RoutingPlan, num_parts: int, buffer_factor: float | None):
 
 def _local(x_GTD, plan: RoutingPlan, experts: ExpertBank, placement: Placement, buffer_factor):
     num_parts = placement.size(placement.experts)
-    E, expert_GTS, is_here_GTS = plan.num_experts, plan.expert_GTS, plan.is_kept_GTS
+    E = plan.num_experts
+    expert_GTS = plan.expert_GTS
+    is_here_GTS = plan.is_kept_GTS
     here = 0
     if placement.experts:
         E //= num_parts

@@ -91,7 +91,9 @@ class Experts(nnx.Module):
     def __init__(self, config, *, key):
         self.config = config
         key_in, key_gate, key_out = jax.random.split(key, 3)
-        E, D, F = config.switch.num_experts, config.d_model, config.switch.d_ff or config.d_ff
+        E = config.switch.num_experts
+        D = config.d_model
+        F = config.switch.d_ff or config.d_ff
         self.w_in_EDF = weight(config, key_in, (E, D, F), fan_in=D)
         if config.is_gated:
             self.w_gate_EDF = weight(config, key_gate, (E, D, F), fan_in=D)

@@ -125,7 +125,8 @@ class RoutedLayer(nnx.Module):
         if router.padding == "counted":
             is_token_BL = jnp.ones_like(is_token_BL)
         shared = shared_axes(switch.dispatcher, G)
-        x_GTD, is_token_GT = into_groups(x_BLD, G, T), into_groups(is_token_BL, G, T)
+        x_GTD = into_groups(x_BLD, G, T)
+        is_token_GT = into_groups(is_token_BL, G, T)
         if not self.dispatches_rows(G):  # whose tokens stay where their rows are
             x_GTD = constrain_groups(x_GTD, "GTD", shared)
             is_token_GT = constrain_groups(is_token_GT, "GT", shared)
@@ -218,7 +219,8 @@ class RoutedLayer(nnx.Module):
         )
         stats = dataclasses.replace(stats, margin_EW=routed.margin_EW, margin_E=routed.margin_E)
         ranked = rank_experts(routed.logits_GTE, routed.score_GTE, bias_E, switch)
-        plan, dropped_GTS = routed.plan, routed.plan.is_dropped_GTS.astype(jnp.int8)
+        plan = routed.plan
+        dropped_GTS = routed.plan.is_dropped_GTS.astype(jnp.int8)
         of_groups = jax.lax.stop_gradient(
             (plan.expert_GTS, plan.gate_GTS, dropped_GTS, *ranked)
         )

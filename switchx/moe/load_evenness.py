@@ -77,7 +77,8 @@ def expected_drops(tokens, num_selected: int, num_experts: int, capacity: int) -
         capacity: slots of an expert, at least 1.
     """
     tokens, p = np.asarray(tokens), num_selected / num_experts
-    full, beyond = _at_least(capacity, tokens - 1, p), _at_least(capacity + 1, tokens, p)
+    full = _at_least(capacity, tokens - 1, p)
+    beyond = _at_least(capacity + 1, tokens, p)
     return num_experts * np.maximum(tokens * p * full - capacity * beyond, 0.0)
 
 

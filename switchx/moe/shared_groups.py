@@ -143,7 +143,8 @@ def run_shared(
     owners = SlotOwners(num_groups, num_devices, experts_here, plan.capacity)
     position_X = plan.position_GTS.reshape(-1)
     sent = sort_into_rows(owners.device(position_X), num_devices, rows=position_X.size)
-    token_1R, row_1TS = (sent.choice_R // S)[None], sent.row_X.reshape(plan.expert_GTS.shape)
+    token_1R = (sent.choice_R // S)[None]
+    row_1TS = sent.row_X.reshape(plan.expert_GTS.shape)
     x_1RD = gather_rows(x_GTD, token_1R, row_1TS)
 
     position_PX = jax.lax.all_gather(position_X, shared)

@@ -191,7 +191,8 @@ def measure_routing(
             None compares with these.
         segment_BL: sequence of each token, which the balance loss is of; None is of the groups.
     """
-    logits_GTE, prob_GTE = logits_GTE.astype(jnp.float32), prob_GTE.astype(jnp.float32)
+    logits_GTE = logits_GTE.astype(jnp.float32)
+    prob_GTE = prob_GTE.astype(jnp.float32)
     token_GT = is_token_GT.astype(jnp.float32)
     tokens, frozen_GTE = jnp.sum(token_GT), jax.lax.stop_gradient(prob_GTE)
     entropy_GT = _entropy(frozen_GTE)

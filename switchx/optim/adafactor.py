@@ -254,8 +254,10 @@ def factoring_of(name: str, shape: tuple[int, ...], min_dim_size: int) -> Factor
     matrix = matrix_dims(dims)
     if matrix is None:
         return Factoring(suffix, tuple(range(_num_batch(dims))), (), (), ndim)
-    first_row, first_column = matrix.num_batch, matrix.num_batch + matrix.num_rows
-    rows, columns = tuple(range(first_row, first_column)), tuple(range(first_column, ndim))
+    first_row = matrix.num_batch
+    first_column = matrix.num_batch + matrix.num_rows
+    rows = tuple(range(first_row, first_column))
+    columns = tuple(range(first_column, ndim))
     if min(math.prod(shape[axis] for axis in side) for side in (rows, columns)) < min_dim_size:
         rows = columns = ()
     return Factoring(suffix, tuple(range(first_row)), rows, columns, ndim)

@@ -247,7 +247,8 @@ def _on_torus(slices: list[list], sizes: Mapping[str, int], nodes: int = 1) -> n
     Args:
         nodes: slices along `node`.
     """
-    across, left = dict.fromkeys(sizes, 1) | {"node": nodes}, len(slices) // nodes
+    across = dict.fromkeys(sizes, 1) | {"node": nodes}
+    left = len(slices) // nodes
     for axis, size in sizes.items():
         if axis != "node":
             across[axis] = math.gcd(left, size)

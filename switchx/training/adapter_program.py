@@ -121,7 +121,8 @@ class AdapterProgram(TrainingProgram):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        spec, trained = self.record.spec, tree.num_elements(self.abstract_state.params)
+        spec = self.record.spec
+        trained = tree.num_elements(self.abstract_state.params)
         whole = tree.num_elements(abstract_params(self.job.model))
         bits = "" if spec.bits is None else f", its experts in int{spec.bits}"
         router = None if self.job.model.switch is None else self.job.model.switch.router

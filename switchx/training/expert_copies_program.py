@@ -181,7 +181,8 @@ def task_tables(
         # A padded last group moves those before it into the next device's rows.
         if G % parts or job.batch_size * length != G * T:
             return ()
-    num_experts, devices = job.model.switch.num_experts, place.size(place.experts)
+    num_experts = job.model.switch.num_experts
+    devices = place.size(place.experts)
     table_R = place_tasks(rows, num_experts, parts, devices)
     return (np.tile(table_R, (job.model.num_sparse_layers, 1)),)
 

@@ -219,7 +219,8 @@ class TrainingJob:
     def _check_tasks(self) -> None:
         if self.model.switch is None or self.model.switch.router.kind != "task":
             return
-        mixture, tasks = as_mixture(self.source), self.model.switch.router.num_tasks
+        mixture = as_mixture(self.source)
+        tasks = self.model.switch.router.num_tasks
         require(
             mixture.rows is not None and len(mixture.tasks) == tasks,
             f"RouterConfig.kind='task' with num_tasks={tasks}, and a source of "
@@ -355,7 +356,8 @@ class TrainingJob:
     def evaluated_metrics(self) -> tuple[str, ...]:
         """The metrics of an evaluation, by the names that `Retention.best_metric` takes."""
         of_tokens = (*TOKEN_METRICS, *(["dropped_fraction"] if self.sparse_lengths else []))
-        tasks, is_asked = evaluated_tasks(self.source), self.text_evaluation is not None
+        tasks = evaluated_tasks(self.source)
+        is_asked = self.text_evaluation is not None
         of_each = [f"tasks/{task.name}/{name}" for task in tasks for name in of_tokens]
         return (
             *of_tokens,

@@ -85,7 +85,8 @@ def into_microbatches(model: ModelConfig, batch: dict, num_microbatches: int) ->
     Where a routing group is of several rows, these stay together (`rows_kept_together`): the
     microbatches then route, drop and balance as the whole batch does.
     """
-    M, rows = num_microbatches, rows_kept_together(model, batch, num_microbatches)
+    M = num_microbatches
+    rows = rows_kept_together(model, batch, num_microbatches)
     batch_size = batch["decoder_segment_ids"].shape[0]
 
     def split(x):

@@ -87,7 +87,8 @@ def pipelined_eval_step(config: ModelConfig, schedule: Schedule, params, batch: 
     Routing groups are those of the whole batch where `into_microbatches` keeps these.
     """
     M = schedule.num_microbatches
-    rows, together = into_microbatches(config, batch, M), rows_kept_together(config, batch, M)
+    rows = into_microbatches(config, batch, M)
+    together = rows_kept_together(config, batch, M)
     # Choices are kept of so many rows of each microbatch: the batch's first ones.
     kept = together * -(-sampled_rows(config, batch) // (M * together)) if config.switch else 0
     blocks, shared = split_blocks(config, params)

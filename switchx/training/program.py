@@ -162,7 +162,8 @@ class TrainingProgram:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        experts, unused = self.job.storage.experts, ", ".join(self.job.unused_storage)
+        experts = self.job.storage.experts
+        unused = ", ".join(self.job.unused_storage)
         note = f"{unused}: without effect with StorageSpec.experts={experts!r}"
         return (
             *((note,) if unused else ()),
@@ -211,7 +212,8 @@ class TrainingProgram:
 
     def _replica_notes(self) -> tuple[str, ...]:
         job, axes = self.job, replica_axes(self.mesh, self.job.mesh.rules)
-        rows, M = job.batch_size // job.step.num_microbatches, job.step.num_microbatches
+        rows = job.batch_size // job.step.num_microbatches
+        M = job.step.num_microbatches
         parts = math.prod(self.mesh.shape[axis] for axis in axes)
         is_summed_apart = M > 1 or job.mesh.rules.optimizer_slices
         has_whole = has_whole_groups(job.model, rows, job.sparse_lengths, parts)
@@ -223,9 +225,11 @@ class TrainingProgram:
             why = "RouterConfig.balance_scope='batch' counts the load of the whole batch first"
             way_out = "balance_load='previous_step', or balance_scope='group',"
         on = "*".join(axes)
-        summed, then = f"summed over {on} in each of {M} microbatches", "summed once a step"
+        summed = f"summed over {on} in each of {M} microbatches"
+        then = "summed once a step"
         if M == 1:
-            summed, then = f"summed whole on all of {on}", "scattered to its slices"
+            summed = f"summed whole on all of {on}"
+            then = "scattered to its slices"
         return (f"gradients are {summed}: {why}; with {way_out} they are {then}",)
 
     def require_memory(self) -> None:

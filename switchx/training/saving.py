@@ -117,7 +117,8 @@ class Saving:
         It is taken to suffice where no save has been measured. Otherwise a local copy is made,
         where there are copies.
         """
-        left, needed = self._seconds_left(), self._checkpointer.meter.seconds_to_save()
+        left = self._seconds_left()
+        needed = self._checkpointer.meter.seconds_to_save()
         # Process 0 measures saves, and any process may have got the signal first.
         own = np.float32(
             [np.inf if left is None else left, -np.inf if needed is None else needed]

@@ -238,7 +238,8 @@ def params_of_job(
     else:
         source = Source(used, program)
         weights = checkpoint_fingerprint(RunFolder(job.init_from), source.step, None)
-        params, origin = source.params(), f"{source.listing} {weights} seed {job.seed}"
+        params = source.params()
+        origin = f"{source.listing} {weights} seed {job.seed}"
     return job, params, 0, _fingerprint(description, origin, job.vocabulary.fingerprint())
 
 

@@ -242,7 +242,8 @@ def gradients(
     seam, M = seam or seam_of(step), step.num_microbatches
     denominators = loss_denominators(config, batch, M)
     if M > 1 and config.switch is not None and config.switch.router.counts_first:
-        rows, keys = into_microbatches(config, batch, M), jax.random.split(key, M)
+        rows = into_microbatches(config, batch, M)
+        keys = jax.random.split(key, M)
         denominators = whole_load(config, params, rows, keys, denominators)
 
     def scaled_loss(params, batch, key):

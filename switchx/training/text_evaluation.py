@@ -134,7 +134,10 @@ class TextLog:
         last_step: int,
     ):
         """Goes on after `last_step`; files of later steps are of an attempt that ended."""
-        self._spec, self._evaluator, self._run, self._board = spec, evaluator, run, board
+        self._spec = spec
+        self._evaluator = evaluator
+        self._run = run
+        self._board = board
         self._is_writer = jax.process_index() == 0
         self._seconds_before = 0.0
         if self._is_writer:
@@ -148,7 +151,8 @@ class TextLog:
         Args:
             train_seconds: seconds that this process has trained until now, without evaluations.
         """
-        share, seconds = self._spec.time_share, train_seconds - self._seconds_before
+        share = self._spec.time_share
+        seconds = train_seconds - self._seconds_before
         self._seconds_before = train_seconds
         limit = TimeLimit(None if share is None else share * seconds)
         found = self._evaluator(params, limit)

@@ -81,7 +81,8 @@ def rows_in(file: Mapping[str, np.ndarray], split: str) -> dict[str, np.ndarray]
     """Features [R, L] of a split. What a decoder reads is made of its targets."""
     prefix = f"{split}/"
     rows = {name.removeprefix(prefix): file[name] for name in file if name.startswith(prefix)}
-    targets, segments = rows["decoder_target_tokens"], rows["decoder_segment_ids"]
+    targets = rows["decoder_target_tokens"]
+    segments = rows["decoder_segment_ids"]
     read = read_and_predicted(targets, segments, PAD_ID)[0]
     return rows | {"decoder_input_tokens": read}
 

@@ -63,7 +63,8 @@ def has_peer(name: str) -> bool:
 
 def missing_of(name: str, folders: Sequence[str] = ()) -> list[str]:
     """What a peer needs and is neither on the path nor in one of the folders."""
-    find_here, find_in = importlib.util.find_spec, importlib.machinery.PathFinder.find_spec
+    find_here = importlib.util.find_spec
+    find_in = importlib.machinery.PathFinder.find_spec
     return [each for each in NEEDED[name] if not (find_here(each) or find_in(each, folders))]
 
 

@@ -79,7 +79,8 @@ def _results(equation, operands, found: list[Launch]) -> list[Callable]:
     inside = programs_of(equation)
     if name in _CALLS:
         called = inside[0]  # of a custom derivative, what it is the derivative of
-        program, consts = getattr(called, "jaxpr", called), getattr(called, "consts", ())
+        program = getattr(called, "jaxpr", called)
+        consts = getattr(called, "consts", ())
         return _walk(program, consts, operands, found)
     if any(sum_of_trace(one, _kernel) for one in inside):
         raise ValueError(f"a Pallas kernel stands in {name}; only straight code is counted")
@@ -98,7 +99,8 @@ def _kernel(equation) -> int | None:
 
 def _launch(equation, operands) -> Launch:
     """A call of a grid whose sizes and scalar operands are known."""
-    mapping, name = equation.params["grid_mapping"], str(equation.params.get("name"))
+    mapping = equation.params["grid_mapping"]
+    name = str(equation.params.get("name"))
     num_bounds = mapping.num_dynamic_grid_bounds
     num_scalars = num_bounds + mapping.num_index_operands
     known = [np.asarray(each()) for each in operands[:num_scalars]]

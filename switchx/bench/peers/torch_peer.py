@@ -119,7 +119,8 @@ def generator(settings: dict) -> Callable[[str], str | None]:
     import transformers
 
     folder, new_tokens = settings.get("folder"), settings["new_tokens"]
-    device, dtype = settings.get("device", "cpu"), settings.get("dtype", "float32")
+    device = settings.get("device", "cpu")
+    dtype = settings.get("dtype", "float32")
     config = transformers.SwitchTransformersConfig(**settings["config"])
     model = transformers.SwitchTransformersForConditionalGeneration(config).eval()
     if folder is not None:

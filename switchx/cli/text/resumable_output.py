@@ -118,7 +118,8 @@ class ResumableOutput:
         try:
             saved = json.loads(self.progress.read_bytes())
             settings = dict(saved["settings"])
-            num_lines, num_bytes = int(saved["num_lines"]), int(saved["num_bytes"])
+            num_lines = int(saved["num_lines"])
+            num_bytes = int(saved["num_bytes"])
             read, written = saved["input_sha256"], saved["output_sha256"]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{self.progress} is damaged ({error!r}); {again}") from error

@@ -92,7 +92,8 @@ class LogitsWriter:
     def end(self) -> None:
         """Writes which rows they are."""
         if self._rows:
-            digests, rows = np.stack(self._digests), np.array(self._rows, np.int32)
+            digests = np.stack(self._digests)
+            rows = np.array(self._rows, np.int32)
             self._save(f"rows_{self._part}.npz", digest_NB=digests, row_B=rows)
 
     def _save(self, name: str, **arrays) -> None:

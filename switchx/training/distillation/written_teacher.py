@@ -140,7 +140,8 @@ class WrittenTeacherProgram(TaughtProgram):
                 (`require_beside_step`).
         """
         require_beside_step(job)
-        settings, self._folder = job.distillation, pathlib.Path(job.distillation.teacher)
+        settings = job.distillation
+        self._folder = pathlib.Path(job.distillation.teacher)
         self._folder = self._folder.expanduser().absolute()
         require(
             not settings.starts_from_teacher and settings.step is None,

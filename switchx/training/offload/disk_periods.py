@@ -112,7 +112,8 @@ class PeriodPrograms:
         """Token sums from the decoder's last activations in an evaluation."""
         _, shared = split_blocks(self._config, dense)
         embedding = Chunk(self._config, "decoder", 1, is_training=False).embedding(shared)
-        targets_BL, weights_BL = batch["decoder_target_tokens"], batch["decoder_loss_weights"]
+        targets_BL = batch["decoder_target_tokens"]
+        weights_BL = batch["decoder_loss_weights"]
         return cross_entropy_of(embedding, x_BLD, targets_BL, weights_BL, loss)
 
     def begin(self, blocks, batch, key):
@@ -325,7 +326,8 @@ class PeriodPrograms:
         own."""
         if chosen_BLJS is None:
             return inputs
-        M, (B, L, J, S) = inputs["rows"][f"{stack}_segment_ids"].shape[1], chosen_BLJS.shape
+        M = inputs["rows"][f"{stack}_segment_ids"].shape[1]
+        B, L, J, S = chosen_BLJS.shape
         repeats = jax.tree.leaves(blocks[stack])[0].shape[0]
         of_all = jnp.broadcast_to(
             chosen_BLJS[:, None, :, None], (B, M, L, repeats, J, S)

@@ -63,7 +63,8 @@ class LayeredProgram(TrainingProgram):
         )
 
     def _steps(self):
-        job, jit = self.job, functools.partial(jax.jit, compiler_options=self.compiler_options)
+        job = self.job
+        jit = functools.partial(jax.jit, compiler_options=self.compiler_options)
         self._layered = LayeredGradients(
             job.model,
             job.loss,

@@ -79,14 +79,19 @@ class LayeredGradients:
         Args:
             slots: periods whose experts may be on the device at once, at least 2.
         """
-        self._config, self._slots, self.periods = config, slots, model_periods(config)
+        self._config = config
+        self._slots = slots
+        self.periods = model_periods(config)
         programs = PeriodPrograms(config, loss, num_microbatches)
         jit = functools.partial(jax.jit, compiler_options=compiler_options)
-        self._begin, self._begin_eval = jit(programs.begin), jit(programs.begin_eval)
-        self._end_eval, self._zeros = jit(programs.end_eval), jit(programs.zeros)
+        self._begin = jit(programs.begin)
+        self._begin_eval = jit(programs.begin_eval)
+        self._end_eval = jit(programs.end_eval)
+        self._zeros = jit(programs.zeros)
         self._forward = jit(programs.forward, static_argnums=(0, 1))
         self._backward = jit(programs.backward, static_argnums=0, donate_argnums=(8, 9, 10))
-        self._link, self._link_back = jit(programs.link), jit(programs.link_back)
+        self._link = jit(programs.link)
+        self._link_back = jit(programs.link_back)
         self.token_sums = programs.token_sums
 
     def gradients(self, dense: dict, batch: dict, banks: ExpertBanks, *, key, loss_scale=1.0):
@@ -134,7 +139,8 @@ class LayeredGradients:
         number, unchecked = 0, None
         while number < len(periods) or unchecked is not None:
             if number < len(periods):
-                period, end = periods[number], min(number + self._slots - 1, len(periods))
+                period = periods[number]
+                end = min(number + self._slots - 1, len(periods))
                 self._hold(held, banks, FORWARD, used, range(number, end))
                 if end < len(periods):
                     banks.prefetch(periods[end], FORWARD, used[end])
@@ -181,7 +187,8 @@ class LayeredGradients:
         held: dict[int, Bank] = {}
         results, kept, gathered = [], None, last
         for number in reversed(range(len(self.periods))):
-            period, end = self.periods[number], max(number - self._slots + 1, -1)
+            period = self.periods[number]
+            end = max(number - self._slots + 1, -1)
             self._hold(held, banks, BACKWARD, used, range(number, end, -1))
             if end >= 0:
                 banks.prefetch(self.periods[end], BACKWARD, used[end])

@@ -108,7 +108,8 @@ class ExpertRecords:
 
     def _cache_capacity(self) -> int:
         """Records that the host's memory has room for."""
-        record_bytes, host_bytes = self.layout.record_bytes, self._spec.host_bytes
+        record_bytes = self.layout.record_bytes
+        host_bytes = self._spec.host_bytes
         if host_bytes is None:
             return self._num_own
         least = len(self._own_E) * record_bytes
