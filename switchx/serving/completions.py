@@ -382,7 +382,9 @@ def _settings(values: dict[str, Any], limits: Limits) -> dict[str, Any]:
     # The likeliest token alone is never cut off, whatever its probability is.
     for name in ("top_k", "top_p"):
         if given["temperature"] == 0 or (name == "top_p" and given.get(name) == 1):
-            given.pop(name, None)
+            value = given.pop(name, None)
+            if value is not None and not OPTIONS[name].allows(value):
+                raise wrong(name, f"{name} is {excerpt(value)}; use {OPTIONS[name].range}")
     most = limits.max_new_tokens
     number = _count(values, "max_tokens", min(DEFAULT_TOKENS, most), most, least=0)
     return given | {"max_new_tokens": max(1, number), "stop": []}

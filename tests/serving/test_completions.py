@@ -503,6 +503,8 @@ def test_a_models_own_stop_gives_way_to_none():
         ({"stop": ""}, "stop", "expected a text, or a list of texts"),
         ({"stop": "a", "beam_size": 2}, "stop", "with beam_size above 1; a search is"),
         ({"top_p": "x", "temperature": 0}, "top_p", "expected a number"),
+        ({"top_p": 1.5, "temperature": 0}, "top_p", "top_p is a number (1.5); use 0 to 1"),
+        ({"top_k": -1, "temperature": 0}, "top_k", "top_k is a number (-1); use 1 to"),
         ({"stream_options": {}}, "stream_options", "is for streams"),
         ({"messages": []}, "messages", "'messages' is no field"),
         ({"user": 3}, "user", "expected a text"),
