@@ -118,6 +118,8 @@ class Client:
         """
         if not deadline_s > 0:
             raise ValueError(f"deadline_s={deadline_s}; use more than 0")
+        if not url.lower().startswith(("http://", "https://")):
+            raise ValueError(f"url={url!r} has no scheme; use http://HOST:PORT or https://HOST")
         self._deadline_s = deadline_s
         headers = dict(options.pop("headers", None) or {})
         headers |= {"Authorization": f"Bearer {token}"} if token else {}

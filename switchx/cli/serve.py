@@ -66,7 +66,7 @@ def _host_names(text: str) -> list[str]:
 
 
 FLAGS = {
-    "--host=HOST": "address to listen on",
+    "--host=HOST": (shared.not_empty, "address to listen on"),
     "--port=N": (int, "0 takes a free one"),
     "--token_file=FILE": "its first line is the token that clients send",
     "--allowed_hosts=NAME,NAME": (

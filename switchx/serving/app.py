@@ -78,8 +78,10 @@ def make_app(
     """
 
     def require_token(request: Request) -> None:
-        given = request.headers.get("authorization", "")
-        if token and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+        # The scheme's case is free (RFC 9110, section 11.1).
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        given = given.strip() if scheme.lower() == "bearer" else ""
+        if token and not hmac.compare_digest(given.encode(), token.encode()):
             raise Refusal(
                 401,
                 "send the server's token, as Authorization: Bearer TOKEN",

@@ -175,10 +175,6 @@ class CompletionForm:
         if has_echo and logprobs is not None:
             self._require_scores()
             scored = list(map(self._model.without_start, prompts))
-            for i, prompt in enumerate(scored):
-                if self._model.ids.start_id is None and len(prompt) < 2:
-                    what = "is one token, which nothing predicts; leave echo or logprobs out"
-                    raise wrong("prompt", f"prompt[{i}] {what}")
         return CompletionRequest(
             [prompt for prompt in prompts for _ in range(num_rows)],
             generator.decoding,
@@ -290,10 +286,11 @@ class CompletionForm:
         if not wanted.scored:
             return [None] * len(wanted.echoes)
         scorer = self._model.scorer(batch_size=self._batch_size, logprobs=wanted.logprobs)
-        # An empty prompt has no token to score.
-        numbers = [number for number, tokens in enumerate(wanted.scored) if tokens]
+        # No token of an empty prompt is predicted, nor a first one behind no start.
+        least = 1 if self._model.ids.start_id is not None else 2
+        numbers = [i for i, tokens in enumerate(wanted.scored) if len(tokens) >= least]
         found = scorer([([], wanted.scored[number]) for number in numbers])
-        scores = dict.fromkeys(range(len(wanted.scored)), Score(0.0, 0, [], []))
+        scores = {i: Score(0.0, 0, [None] * len(x)) for i, x in enumerate(wanted.scored)}
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout_at(events.deadline_s):
@@ -385,7 +382,9 @@ def _settings(values: dict[str, Any], limits: Limits) -> dict[str, Any]:
     # The likeliest token alone is never cut off, whatever its probability is.
     for name in ("top_k", "top_p"):
         if given["temperature"] == 0 or (name == "top_p" and given.get(name) == 1):
-            given.pop(name, None)
+            value = given.pop(name, None)
+            if value is not None and not OPTIONS[name].allows(value):
+                raise wrong(name, f"{name} is {excerpt(value)}; use {OPTIONS[name].range}")
     most = limits.max_new_tokens
     number = _count(values, "max_tokens", min(DEFAULT_TOKENS, most), most, least=0)
     return given | {"max_new_tokens": max(1, number), "stop": []}

@@ -66,6 +66,7 @@ class ProgramShape:
         how = f"{self.beam_size} beams" if self.beam_size > 1 else how
         how += ", with penalties or forced tokens" if self.has_processors else ""
         how += ", with log-probabilities" if self.num_kept is not None else ""
+        how += f" of {self.num_kept} others" if self.num_kept else ""
         how += ", with experts" if self.is_recorded else ""
         lengths = f"prompts up to {self.prompt_length} tokens, answers up to"
         return f"{lengths} {self.answer_length}, {how}"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process: a socket, uvicorn, and an end that loses no answer.
 
-SIGTERM (or Ctrl-C) stops new requests, which get 503, and waits for those that run; a second
-one does not wait. SIGHUP has the models loaded again (models.py).
+SIGTERM (or Ctrl-C) stops new requests, which get 503 (those on their way, too), and waits for
+those that run; a second one does not wait. SIGHUP has the models loaded again (models.py).
 """
 
 import contextlib
@@ -25,6 +25,8 @@ LOG = logging.getLogger(__name__)
 SEND_BUFFER_BYTES = 256 << 10
 # Beside connections: of the model, the log, libraries.
 OTHER_FILES = 256
+# Closing at once would reset connections with requests that were sent and are not read yet.
+LEAST_DRAIN_S = 0.5
 STOPPED = "the server stopped before the answer; ask another one"
 
 
@@ -89,12 +91,12 @@ class Server(uvicorn.Server):
         super().__init__(config)
         # Faults of clients are not logged; failures of ours are, by the routes.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
-        self._models, self._reloader, self._drain_until_s = models, reloader, None
+        self._models, self._reloader, self._drain_begin_s = models, reloader, None
         self._was_ready = self.is_cut_short = False
 
     def handle_exit(self, sig, frame) -> None:
         """Handles SIGTERM and SIGINT: the first signal drains, later ones stop at once."""
-        if self._drain_until_s is None:
+        if self._drain_begin_s is None:
             self.drain()
         else:
             self.is_cut_short = self.should_exit = self.force_exit = True
@@ -102,7 +104,7 @@ class Server(uvicorn.Server):
     def drain(self) -> None:
         """Takes no new requests, and stops when those that run are answered."""
         self._models.is_draining = True
-        self._drain_until_s = time.monotonic() + self._models.limits.drain_timeout_s
+        self._drain_begin_s = time.monotonic()
         LOG.info("stopping: %d requests are still answered", self._models.num_open)
 
     async def on_tick(self, counter: int) -> bool:
@@ -116,12 +118,13 @@ class Server(uvicorn.Server):
         if self._models.error is not None:
             self.is_cut_short = self.should_exit = True
             self._models.refuse_open(STOPPED)
-        if self._drain_until_s is not None:
-            is_late = now_s > self._drain_until_s
-            if is_late and self._models.num_open:
+        if self._drain_begin_s is not None:
+            drain_s, is_open = now_s - self._drain_begin_s, bool(self._models.num_open)
+            is_late = drain_s > self._models.limits.drain_timeout_s
+            if is_late and is_open:
                 self.is_cut_short = True
                 self._models.refuse_open(STOPPED)
-            self.should_exit |= is_late or not self._models.num_open
+            self.should_exit |= is_late or (drain_s > LEAST_DRAIN_S and not is_open)
         return await super().on_tick(counter)
 
     def _num_connections(self) -> int:

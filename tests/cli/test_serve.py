@@ -137,6 +137,7 @@ def metrics_of(address, headers) -> bytes:
         (["--model_dir=nothing"], "nothing is not a run folder"),
         (["--served_model_name=a/b"], "'a/b' is no name of a model; use letters, digits and"),
         (["--model=a=x"], "--model: not allowed with argument --model_dir"),
+        (["--host="], "argument --host: it is empty; is a shell variable not set?"),
         (["--allowed_hosts=::1,a.b:80"], "'a.b:80' is no name of a host; leave out scheme and"),
         (["--allowed_hosts=http://a.b"], "'http://a.b' is no name of a host; leave out scheme"),
         (["--mesh=expert=3"], "mesh data=2 x expert=3 needs 6 devices, but there are 8 (cpu)"),

@@ -250,6 +250,7 @@ def test_metrics_versions_and_other_routes(client):
 def test_a_token_is_asked_for(service):
     client = TestClient(make_app(Models([service]), TOKEN))
     for headers in ({}, {"Authorization": "Bearer x"}, {"Authorization": TOKEN},
+                    {"Authorization": f"Basic {TOKEN}"}, {"Authorization": "Bearer "},
                     {"Authorization": "Bearer é".encode()}):  # fmt: skip
         for response in (
             client.post("/v1/generate", json={"inputs": "gate"}, headers=headers),
@@ -259,7 +260,9 @@ def test_a_token_is_asked_for(service):
             assert response.headers["www-authenticate"] == "Bearer"
     right = {"Authorization": f"Bearer {TOKEN}"}
     assert client.post("/v1/generate", json={"inputs": "gate"}, headers=right).is_success
-    assert client.get("/metrics", headers=right).is_success
+    for scheme in ("Bearer", "bearer", "BEARER "):
+        headers = {"Authorization": f"{scheme} {TOKEN}"}
+        assert client.get("/metrics", headers=headers).is_success
     for path in ("/", "/healthz", "/healthz/ready"):
         assert client.get(path).is_success
 

@@ -139,7 +139,7 @@ def test_groups_and_exceptions_without_a_text_are_told_in_words():
     )
     assert str(ProgramShape(16, 64, 4, False, True, 5, True)) == (
         "prompts up to 16 tokens, answers up to 64, 4 beams, with penalties or forced tokens, "
-        "with log-probabilities, with experts"
+        "with log-probabilities of 5 others, with experts"
     )
     assert str(ProgramShape(16, 64, 1, True)).endswith(", sampled")
     lines = []

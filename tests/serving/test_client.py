@@ -124,6 +124,8 @@ def test_what_takes_too_long_is_a_timeout(limited, address):
             asked(address, ask)
     with pytest.raises(ValueError, match="deadline_s=0"):
         Client("http://127.0.0.1", deadline_s=0)
+    with pytest.raises(ValueError, match="url='127.0.0.1:8000' has no scheme; use http://"):
+        Client("127.0.0.1:8000")
 
 
 @contextlib.contextmanager

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """OpenAI's own client asks `/v1/completions` and `/v1/models`; answers are `/v1/generate`'s."""
 
+import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
 import json
 import threading
 import time
+from types import SimpleNamespace
 
 import hypothesis
 import jax
@@ -233,6 +235,21 @@ def test_likeliest_tokens_without_a_text_are_named_by_their_ids(tmp_path):
     said = Score(-1.0, 1, [-1.0], [{token: -1.0, beyond: -2.0}])
     (top,) = logprobs_json(vocabulary, [token], said, 2)["top_logprobs"]
     assert top == {"a": -1.0, f"token_id:{beyond}": -2.0}
+
+
+def test_a_prompt_of_one_token_behind_no_start_is_echoed_without_a_score(tmp_path):
+    """As OpenAI has the first token of any prompt: null."""
+    vocabulary = read_bpe(tokenizer_folder(tmp_path, "qwen"))
+    config = ModelConfig("decoder_only", vocabulary.size, 8, 8, 1, 8, 1)
+    model = Model(config, {}, vocabulary, 0, TextFormat(False, False, False), "")
+    form = CompletionForm(model, "tiny", 8, None)
+    wanted = form.read({"prompt": "a", "echo": True, "logprobs": 1}, served.LIMITS)
+    events = SimpleNamespace(deadline_s=None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Model, "scorer", lambda *_, **__: lambda pairs: iter(pairs))
+        (kept,) = asyncio.run(form._scored(wanted, events))
+    want = {"tokens": ["a"], "text_offset": [0]}
+    assert kept == want | {"token_logprobs": [None], "top_logprobs": [None]}
 
 
 def test_n_best_of_a_search_and_of_samples(openai):
@@ -486,6 +503,8 @@ def test_a_models_own_stop_gives_way_to_none():
         ({"stop": ""}, "stop", "expected a text, or a list of texts"),
         ({"stop": "a", "beam_size": 2}, "stop", "with beam_size above 1; a search is"),
         ({"top_p": "x", "temperature": 0}, "top_p", "expected a number"),
+        ({"top_p": 1.5, "temperature": 0}, "top_p", "top_p is a number (1.5); use 0 to 1"),
+        ({"top_k": -1, "temperature": 0}, "top_k", "top_k is a number (-1); use 1 to"),
         ({"stream_options": {}}, "stream_options", "is for streams"),
         ({"messages": []}, "messages", "'messages' is no field"),
         ({"user": 3}, "user", "expected a text"),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sockets: heads that are slow or no HTTP, connections, the end in two steps."""
 
+import copy
 import socket
 import threading
 import time
@@ -167,6 +168,20 @@ def test_draining_answers_the_old_and_refuses_the_new(service, limited, monkeypa
         socket.create_connection(address, timeout=5)
 
 
+def test_a_drain_refuses_what_is_on_its_way(service, monkeypatch):
+    """Where nothing is open: a request that came with the signal was reset."""
+    monkeypatch.setattr(service, "close", lambda: None)
+    monkeypatch.setattr("switchx.serving.server.LEAST_DRAIN_S", 3.0)
+    with open_socket("127.0.0.1", 0) as listener:
+        server, join, ends, answers = begun(service, listener, gate)
+        wait_until(lambda: answers and not service.num_open)
+        server.handle_exit(15, None)
+        time.sleep(0.5)  # some ticks
+        status, body = gate(listener.getsockname())
+        join()
+    assert status == 503 and "is stopping" in body["error"]["message"] and ends == [True]
+
+
 def test_a_drain_that_is_too_long_refuses_what_is_left(service, limited, monkeypatch):
     limited(batch_wait_ms=20_000, drain_timeout_s=0.5)
     monkeypatch.setattr(service, "close", lambda: None)
@@ -190,6 +205,8 @@ def test_a_drain_that_is_too_long_refuses_what_is_left(service, limited, monkeyp
 
 def test_a_server_whose_worker_dies_refuses_what_is_open(service, limited, monkeypatch):
     limited(batch_wait_ms=20_000)
+    service = copy.copy(service)  # other tests' server answers on
+    service.worker = copy.copy(service.worker)
     monkeypatch.setattr(service, "close", lambda: None)
     with open_socket("127.0.0.1", 0) as listener:
         server, join, ends, received = begun(
