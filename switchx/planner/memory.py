@@ -175,19 +175,19 @@ def _kept(workload: Workload, layout: Layout, stack: str) -> float:
 def _block(workload: Workload, layout: Layout, stack: str, remat: str) -> float:
     """Bytes of a block's values that a backward pass reads, under a remat policy."""
     model, width = workload.model, workload.activation_bytes
-    tokens = rows_on_device(workload, layout) * workload.length(stack)
+    rows, length = rows_on_device(workload, layout), workload.length(stack)
+    tokens = rows * length
     if remat == "full":
         return tokens * model.d_model * width
     layers = workload.num_layers(stack)
     sparse = model.num_sparse_layers_of(stack) / layers
-    per_token = _attention(workload, layout, workload.length(stack), remat)
+    elements = rows * _attention(workload, layout, length, length, remat)
     if stack == "decoder" and model.is_encoder_decoder:
-        per_token += _attention(workload, layout, workload.encoder_length, remat)
+        elements += rows * _attention(workload, layout, length, workload.encoder_length, remat)
     # A dense FFN keeps residual, norm and hidden values.
     hidden = (2 if model.is_gated else 1) + (1 if remat == "none" else 0)
     whole = 2 * model.d_model if remat == "none" else model.d_model
-    per_token += (1 - sparse) * (whole + hidden * model.d_ff / layout.parts_of("F"))
-    elements = tokens * per_token
+    elements += tokens * (1 - sparse) * (whole + hidden * model.d_ff / layout.parts_of("F"))
     if sparse:
         # A Switch layer keeps its slots' inputs, hidden values and outputs, and probabilities.
         per_row = 2 * model.d_model + hidden * _expert_d_ff(workload, layout)
@@ -200,20 +200,23 @@ def _block(workload: Workload, layout: Layout, stack: str, remat: str) -> float:
     return elements * width + dropout
 
 
-def _attention(workload: Workload, layout: Layout, memory_length: int, remat: str) -> float:
-    """Elements that a token keeps of one attention: residual, norm, q k v, weights, output.
+def _attention(
+    workload: Workload, layout: Layout, length: int, memory_length: int, remat: str
+) -> float:
+    """Elements that a row keeps of one attention: residual, norm, q, weights and output at its
+    tokens, k and v at those that are read.
 
     Flash attention keeps no weights.
     """
     model, heads = workload.model, layout.parts_of("H")
-    own = model.num_heads / heads + layout.kv_heads(model)
-    projected = 2 * own * model.d_head
-    if remat == "none" and model.qk_norm != "none":
-        projected += own * model.d_head  # queries and keys before their norms
+    # Queries and keys are kept before their norms, too.
+    again = remat == "none" and model.qk_norm != "none"
+    queries = (2 + again) * model.num_heads / heads * model.d_head
+    keys = (2 + again) * layout.kv_heads(model) * model.d_head
     is_flash = model.training_attention in FLASH_ATTENTION
     weights = 0 if is_flash else model.num_heads * memory_length / heads
     whole = 2 * model.d_model if remat == "none" else model.d_model
-    return whole + projected + weights
+    return length * (whole + queries + weights) + memory_length * keys
 
 
 def _slot_rows(workload: Workload, layout: Layout, stack: str) -> float:

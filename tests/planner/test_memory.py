@@ -185,6 +185,24 @@ def test_flash_attention_keeps_no_weights():
     assert kept - others == layers * rows * length * heads * length * width
 
 
+def test_cross_attention_keeps_keys_and_values_of_all_inputs():
+    """A decoder block by hand, of 8 tokens that read 32 inputs."""
+    model = dataclasses.replace(
+        DENSE, architecture="encoder_decoder", num_encoder_layers=1, activation="relu"
+    )
+    kept = [
+        memory_use(
+            make_workload(each, inputs_length=32, targets_length=8), Layout()
+        ).activations
+        for each in (model, dataclasses.replace(model, num_decoder_layers=5))
+    ]
+    D, H, HK, F = 64, 8, 64, 128
+    own = 8 * (2 * D + 2 * HK + H * 8) + 8 * 2 * HK
+    cross = 8 * (2 * D + 2 * HK + H * 32) + 32 * 2 * HK
+    rows, width = 16, 4
+    assert kept[1] - kept[0] == rows * width * (own + cross + 8 * (2 * D + 2 * F))
+
+
 def test_1f1b_keeps_as_many_microbatches_and_a_stage_has_its_blocks():
     # Activation memory does not grow with microbatches of the same size.
     used = []
