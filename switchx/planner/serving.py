@@ -25,6 +25,7 @@ from switchx.models.config import PREFILL_CHUNK, ModelConfig
 from switchx.models.stored_experts import EXPERT_MATRICES, EXPERTS_PATH
 from switchx.partitioning.mesh import AXES
 from switchx.planner.layout import Layout, StateArray, local_bytes
+from switchx.planner.step_time import collective_seconds
 
 MOST_DEVICES = 2**12
 # Axes that a model in use is split over.
@@ -324,14 +325,15 @@ def _working_bytes(served: ServedModel, layout: Layout) -> float:
 
 
 def _collectives_s(served: ServedModel, layout: Layout, hardware: Hardware) -> float:
-    """Seconds of a step: all-reduces in sublayers, all-to-alls in Switch layers."""
-    config, network = served.config, hardware.inside
+    """Seconds of a step: sums after sublayers, exchanges around Switch layers."""
+    config = served.config
     sublayers = config.num_decoder_layers * (3 if config.is_encoder_decoder else 2)
-    count = 0
-    if layout.model > 1:
-        count += 2 * sublayers  # a reduce-scatter and an all-gather
-    if layout.expert > 1:
-        count += 2 * config.num_sparse_layers_of("decoder")
     tokens = _rows(served, layout) * served.num_beams
     size = tokens * config.d_model * config.precision.compute_dtype.itemsize
-    return count * (network.latency_s + size / network.achieved_bytes_per_s)
+    return sum(
+        count * collective_seconds(kind, size, (axis,), layout, hardware)
+        for count, kind, axis in (
+            (sublayers, "all-reduce", "model"),
+            (2 * config.num_sparse_layers_of("decoder"), "all-to-all", "expert"),
+        )
+    )

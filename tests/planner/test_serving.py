@@ -110,5 +110,28 @@ def test_splits_are_chosen_by_bytes_or_steps_and_memory_is_asked_for():
         choose_split(served(), 3)
 
 
+def test_sums_over_two_nodes_go_through_the_network_between_them():
+    large = dataclasses.replace(
+        CONFIG, d_model=4096, d_ff=16384, num_heads=16, d_head=256, num_decoder_layers=16
+    )
+    model, hardware = served(large, batch_size=16), load_hardware("h200")
+    assert choose_split(model, 16, hardware=hardware).layout.model <= 8
+    inside, between = hardware.inside, hardware.between
+    fast = inside.achieved_bytes_per_s
+    sums, row = 3 * 16, 4096 * 4  # of self-attention, cross-attention and FFN
+    # A ring is gone around twice: 7 messages in a node, or 14 in nodes and 2 between them.
+    by_hand = {
+        "data=2,model=8": 2 * (7 / 8 * 8 * row / fast + 7 * inside.latency_s),
+        "model=16": 2 * 15 / 16 * 16 * row / min(fast, 8 * between.achieved_bytes_per_s)
+        + 2 * (14 * inside.latency_s + 2 * between.latency_s),
+    }
+    for split in splits(model, 16, hardware):
+        read = (split.weights + split.cache) / hardware.memory.achieved_bytes_per_s
+        if split.name in by_hand:
+            spent = sums * by_hand.pop(split.name)
+            assert split.step_s - read == pytest.approx(spent)
+    assert not by_hand
+
+
 def _bytes(model: ServedModel):
     return (math.prod(array.shape) * array.itemsize for array in model.weights)
