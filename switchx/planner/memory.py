@@ -164,7 +164,7 @@ def _kept(workload: Workload, layout: Layout, stack: str) -> float:
     if model.remat == "none":
         sparse = model.num_sparse_layers_of(stack) / workload.num_layers(stack)
         tokens = rows_on_device(workload, layout) * workload.length(stack)
-        hidden = (1 - sparse) * tokens * model.d_ff / layout.parts_of("F")
+        hidden = tokens * _dense_d_ff(workload, layout, sparse)
         if sparse:
             slots = _slot_rows(workload, layout, stack)
             hidden += sparse * slots * _expert_d_ff(workload, layout)
@@ -187,7 +187,8 @@ def _block(workload: Workload, layout: Layout, stack: str, remat: str) -> float:
     # A dense FFN keeps residual, norm and hidden values.
     hidden = (2 if model.is_gated else 1) + (1 if remat == "none" else 0)
     whole = 2 * model.d_model if remat == "none" else model.d_model
-    elements += tokens * (1 - sparse) * (whole + hidden * model.d_ff / layout.parts_of("F"))
+    dense_d_ff = _dense_d_ff(workload, layout, sparse)
+    elements += tokens * ((1 - sparse) * whole + hidden * dense_d_ff)
     if sparse:
         # A Switch layer keeps its slots' inputs, hidden values and outputs, and probabilities.
         per_row = 2 * model.d_model + hidden * _expert_d_ff(workload, layout)
@@ -226,6 +227,14 @@ def _slot_rows(workload: Workload, layout: Layout, stack: str) -> float:
     if layout.has_equal_blocks:
         return groups * layer.num_experts * layer.capacity
     return groups * layer.tokens_per_group * layer.num_choices
+
+
+def _dense_d_ff(workload: Workload, layout: Layout, sparse: float) -> float:
+    """F of what every token passes on one device: of dense FFNs, and of the shared experts of
+    Switch layers, which are the share `sparse` of the blocks."""
+    model = workload.model
+    shared = (model.switch and model.switch.shared_d_ff) or 0
+    return ((1 - sparse) * model.d_ff + sparse * shared) / layout.parts_of("F")
 
 
 def _expert_d_ff(workload: Workload, layout: Layout) -> float:

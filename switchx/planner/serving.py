@@ -314,14 +314,24 @@ def _working_bytes(served: ServedModel, layout: Layout) -> float:
     config, rows = served.config, _rows(served, layout)
     M, heads = served.input_length, config.num_heads // layout.model
     Q = M if config.is_encoder_decoder else min(PREFILL_CHUNK, M)
-    d_ff = config.d_ff if config.switch is None else config.switch.d_ff or config.d_ff
-    hidden = (3 if config.is_gated else 2) * d_ff // layout.model
+    hidden = (3 if config.is_gated else 2) * _widest_ffn(config) // layout.model
     projected = 2 * (heads + layout.kv_heads(config)) * config.d_head
     per_token = 4 * config.d_model + projected + hidden
     block = rows * Q * per_token * config.precision.compute_dtype.itemsize
     scores = rows * heads * Q * M * _LOGIT_BYTES
     logits = rows * served.num_beams * config.vocab_size * _LOGIT_BYTES
     return block + scores + logits
+
+
+def _widest_ffn(config: ModelConfig) -> int:
+    """F that a token passes in the widest block: a dense one's, or that of the token's experts
+    and the shared one."""
+    switch = config.switch
+    if switch is None:
+        return config.d_ff
+    experts = switch.router.num_selected * (switch.d_ff or config.d_ff)
+    is_all = config.num_sparse_layers == config.num_encoder_layers + config.num_decoder_layers
+    return max(experts + (switch.shared_d_ff or 0), 0 if is_all else config.d_ff)
 
 
 def _collectives_s(served: ServedModel, layout: Layout, hardware: Hardware) -> float:

@@ -203,6 +203,19 @@ def test_cross_attention_keeps_keys_and_values_of_all_inputs():
     assert kept[1] - kept[0] == rows * width * (own + cross + 8 * (2 * D + 2 * F))
 
 
+def test_shared_experts_keep_hidden_values_of_all_tokens():
+    """Before and after relu, in two Switch layers of 16 rows of 16 tokens."""
+    relu = dataclasses.replace(SPARSE, activation="relu")
+    own = dataclasses.replace(SWITCH, shared_d_ff=1024)
+    with_shared = dataclasses.replace(relu, switch=own)
+    layout = Layout(model=2, dispatcher="dropless")
+    alone, both = (memory_use(make_workload(each), layout) for each in (relu, with_shared))
+    hidden = 2 * 16 * 16 * 1024 / layout.model * 4
+    assert both.activations - alone.activations == 2 * hidden
+    # A block's buffers are of the mean of its period, one dense and one sparse.
+    assert both.working - alone.working == 2 * hidden / 2
+
+
 def test_1f1b_keeps_as_many_microbatches_and_a_stage_has_its_blocks():
     # Activation memory does not grow with microbatches of the same size.
     used = []

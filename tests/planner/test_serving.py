@@ -133,5 +133,21 @@ def test_sums_over_two_nodes_go_through_the_network_between_them():
     assert not by_hand
 
 
+def test_buffers_are_those_of_the_widest_block():
+    def working(**changes) -> float:
+        switch = dataclasses.replace(CONFIG.switch, d_ff=8, **changes)
+        config = dataclasses.replace(
+            CONFIG, switch=switch, num_encoder_layers=2, num_decoder_layers=2
+        )
+        (split,) = splits(served(config), 1, None)
+        return split.working
+
+    # A token passes F=32 of a dense block, or 8 of its expert and what is shared; float32.
+    values = SHAPES.batch_size * SHAPES.input_length * (3 if CONFIG.is_gated else 2) * 4
+    dense, sparse = working(every=2), working(every=1)
+    assert dense - sparse == (32 - 8) * values
+    assert working(every=2, shared_d_ff=64) - dense == (64 + 8 - 32) * values
+
+
 def _bytes(model: ServedModel):
     return (math.prod(array.shape) * array.itemsize for array in model.weights)
