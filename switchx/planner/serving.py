@@ -26,6 +26,7 @@ from switchx.models.stored_experts import EXPERT_MATRICES, EXPERTS_PATH
 from switchx.partitioning.mesh import AXES
 from switchx.planner.layout import Layout, StateArray, local_bytes
 from switchx.planner.step_time import collective_seconds
+from switchx.planner.torus import divisors
 
 MOST_DEVICES = 2**12
 # Axes that a model in use is split over.
@@ -143,8 +144,8 @@ def splits(served: ServedModel, devices: int, hardware: Hardware | None) -> list
     The best takes the least time a step; where the hardware is not known, the fewest bytes.
     """
     found = []
-    for expert in _divisors(devices):
-        for model in _divisors(devices // expert):
+    for expert in divisors(devices):
+        for model in divisors(devices // expert):
             layout = Layout(data=devices // expert // model, expert=expert, model=model)
             if _mesh_refusal(served, layout) is None:
                 found.append(_split(served, layout, hardware))
@@ -249,10 +250,6 @@ def _divided(served: ServedModel) -> str:
     return text if switch is None else f"{text} and {switch.num_experts} experts"
 
 
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
 def _mesh_refusal(served: ServedModel, layout: Layout) -> str | None:
     """Why a model is not split so, with axes that do; None where it is."""
     for axis, size in layout.shape.items():
@@ -270,7 +267,7 @@ def _mesh_refusal(served: ServedModel, layout: Layout) -> str | None:
         *(("d_ff", d_ff, "model", layout.model) for d_ff in _ffn_sizes(config)),
     ):
         if number % size:
-            way_out = ", ".join(map(str, _divisors(number)))
+            way_out = ", ".join(map(str, divisors(number)))
             return (
                 f"{name}={number} is not divisible by mesh axis {axis!r} of size {size}; use "
                 f"a size of {way_out}"
