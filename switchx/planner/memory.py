@@ -39,8 +39,8 @@ class MemoryUse:
         activations: activations kept from forward to backward, of all microbatches in flight.
         working: buffers of the block that is being computed, with its Switch layer's.
         logits: logits of the tokens that the loss reads at a time, and their gradient.
-        gathered: parameters gathered whole where devices keep slices, and copies of the slices
-            in the products' dtype.
+        gathered: parameters gathered whole where devices keep slices, copies of the slices in
+            the products' dtype, and experts on their way to the slots of a bank and in them.
         slots: experts from other tiers (storage_tiers.py) while they are on the device.
         teacher: a teacher's parameters and logits, and what a block of its forward pass needs
             beyond `working`.
@@ -101,7 +101,9 @@ def memory_use(workload: Workload, layout: Layout) -> MemoryUse:
         activations=kept,
         working=working,
         logits=LOGIT_COPIES * LOGIT_BYTES * logits,
-        gathered=_gathered(workload, layout) + _rounded(workload, layout),
+        gathered=_gathered(workload, layout)
+        + _rounded(workload, layout)
+        + _copies(workload, layout),
         teacher=_teacher(workload, layout, working),
     )
 
@@ -225,7 +227,8 @@ def _slot_rows(workload: Workload, layout: Layout, stack: str) -> float:
     layer = sparse_layer(workload, layout, stack)
     groups = layer.num_groups / layout.parts_of("G", "activations")
     if layout.has_equal_blocks:
-        return groups * layer.num_experts * layer.capacity
+        slots = layer if layer.is_local else layer.over_slots
+        return groups * slots.num_experts * layer.capacity
     return groups * layer.tokens_per_group * layer.num_choices
 
 
@@ -264,6 +267,26 @@ def _gathered(workload: Workload, layout: Layout) -> float:
         return total
     # The largest array, the one that is gathered ahead, and its gradient.
     return min(total, 3 * largest)
+
+
+def _copies(workload: Workload, layout: Layout) -> float:
+    """Bytes of experts in the slots of a bank, of copies or of a device's tasks, and of those
+    that a device sends to such slots (`sparse_comm`).
+
+    Compilers have those of all layers at once, whatever remat is: banks wait for parameters
+    alone.
+    """
+    if workload.model.switch is None:
+        return 0.0
+    layer = sparse_layer(workload, layout, workload.stacks[-1])
+    if layer.num_slots is None:
+        return 0.0
+    parts = layout.parts_of("E", "expert_params")
+    own, received = layer.num_experts // parts, layer.num_slots // parts
+    sent = layer.num_slots - layer.num_experts + own if parts > 1 else 0
+    arrays = (each for each in workload.state if each.table == "expert_params")
+    experts = sum(_stage_bytes(each, layout) for each in arrays if each.kind == "params")
+    return experts / own * (sent + received)
 
 
 def _rounded(workload: Workload, layout: Layout) -> float:

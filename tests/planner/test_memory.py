@@ -216,6 +216,21 @@ def test_shared_experts_keep_hidden_values_of_all_tokens():
     assert both.working - alone.working == 2 * hidden / 2
 
 
+def test_experts_with_copies_are_in_slots_and_on_their_way_there():
+    """8 experts and 8 copies on 4 devices: 4 slots each, and at most 10 of its own 2 sent."""
+    copied = dataclasses.replace(SPARSE, switch=dataclasses.replace(SWITCH, num_replicas=8))
+    layout = Layout(expert=4, dispatcher="all_to_all")
+    expert = 2 * 64 * 128 * 4
+    for of, experts in ((SPARSE, 0), (copied, 2 * (4 + 10))):  # in each of two layers
+        assert memory_use(make_workload(of), layout).gathered == experts * expert
+    alone = memory_use(make_workload(copied), Layout(dispatcher="gather"))
+    assert alone.gathered == 2 * 16 * expert
+    # Copies have blocks of as many rows: of 4 groups 2 rows each, with all that gelu keeps.
+    own, both = (memory_use(make_workload(of), layout) for of in (SPARSE, copied))
+    rows = 4 * 8 * 2
+    assert both.activations - own.activations == 2 * rows * (2 * 64 + 7 * 128) * 4
+
+
 def test_1f1b_keeps_as_many_microbatches_and_a_stage_has_its_blocks():
     # Activation memory does not grow with microbatches of the same size.
     used = []
