@@ -15,6 +15,7 @@ import math
 
 from switchx.models.config import FLASH_ATTENTION
 from switchx.planner.layout import Layout, StateArray, Workload, local_bytes
+from switchx.planner.sparse_comm import bank_collectives
 from switchx.planner.step_comm import activation_bytes, rows_on_device, sparse_layer
 
 LOGIT_BYTES = 4
@@ -24,10 +25,8 @@ LOGIT_COPIES = 2
 TEACHER_LOGIT_COPIES = 3
 # Arrays `[tokens, F]` that the derivative of an activation function keeps beside the values
 # before and after it: counted in programs compiled without remat. Relu has a mask.
-ACTIVATION_RESIDUALS = {
-    **{"relu": 0, "gelu": 5, "geglu": 5, "swiglu": 2},
-    **{"gelu_exact": 5, "geglu_exact": 5},  # not counted: those of the tanh form
-}
+# gelu_exact's and geglu_exact's are not counted: those of the tanh form.
+ACTIVATION_RESIDUALS = dict(relu=0, gelu=5, geglu=5, swiglu=2, gelu_exact=5, geglu_exact=5)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +72,6 @@ def memory_use(workload: Workload, layout: Layout) -> MemoryUse:
         ValueError: the layout does not divide a parameter.
     """
     params = state_bytes(workload, layout, "params")
-    is_added_up = layout.num_microbatches > 1
     stacks = workload.stacks
     kept = sum(_kept(workload, layout, stack) * workload.num_layers(stack) for stack in stacks)
     if layout.pipe > 1:
@@ -96,14 +94,12 @@ def memory_use(workload: Workload, layout: Layout) -> MemoryUse:
     logits = targets * workload.model.vocab_size / vocabulary_parts(workload, layout)
     return MemoryUse(
         params=params,
-        gradients=params * (2 if is_added_up else 1),
+        gradients=params * (2 if layout.num_microbatches > 1 else 1),
         optimizer=state_bytes(workload, layout, "optimizer"),
         activations=kept,
         working=working,
         logits=LOGIT_COPIES * LOGIT_BYTES * logits,
-        gathered=_gathered(workload, layout)
-        + _rounded(workload, layout)
-        + _copies(workload, layout),
+        gathered=sum(of(workload, layout) for of in (_gathered, _rounded, _copies)),
         teacher=_teacher(workload, layout, working),
     )
 
@@ -270,23 +266,17 @@ def _gathered(workload: Workload, layout: Layout) -> float:
 
 
 def _copies(workload: Workload, layout: Layout) -> float:
-    """Bytes of experts in the slots of a bank, of copies or of a device's tasks, and of those
-    that a device sends to such slots (`sparse_comm`).
-
-    Compilers have those of all layers at once, whatever remat is: banks wait for parameters
-    alone.
-    """
-    if workload.model.switch is None:
-        return 0.0
-    layer = sparse_layer(workload, layout, workload.stacks[-1])
-    if layer.num_slots is None:
-        return 0.0
-    parts = layout.parts_of("E", "expert_params")
-    own, received = layer.num_experts // parts, layer.num_slots // parts
-    sent = layer.num_slots - layer.num_experts + own if parts > 1 else 0
-    arrays = (each for each in workload.state if each.table == "expert_params")
-    experts = sum(_stage_bytes(each, layout) for each in arrays if each.kind == "params")
-    return experts / own * (sent + received)
+    """Bytes of the slots for copies, or for experts of a device's tasks, and of what is sent
+    there: compilers have those of all layers at once, as they wait for parameters alone."""
+    model = workload.model
+    return sum(
+        each.num_bytes * model.num_sparse_layers_of(stack) / layout.pipe
+        for stack in workload.stacks
+        if model.num_sparse_layers_of(stack)
+        for each in bank_collectives(
+            sparse_layer(workload, layout, stack), layout, layout.rules
+        )
+    )
 
 
 def _rounded(workload: Workload, layout: Layout) -> float:

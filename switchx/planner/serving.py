@@ -337,10 +337,6 @@ def _collectives_s(served: ServedModel, layout: Layout, hardware: Hardware) -> f
     sublayers = config.num_decoder_layers * (3 if config.is_encoder_decoder else 2)
     tokens = _rows(served, layout) * served.num_beams
     size = tokens * config.d_model * config.precision.compute_dtype.itemsize
-    return sum(
-        count * collective_seconds(kind, size, (axis,), layout, hardware)
-        for count, kind, axis in (
-            (sublayers, "all-reduce", "model"),
-            (2 * config.num_sparse_layers_of("decoder"), "all-to-all", "expert"),
-        )
-    )
+    one_sum = collective_seconds("all-reduce", size, ("model",), layout, hardware)
+    exchange = collective_seconds("all-to-all", size, ("expert",), layout, hardware)
+    return sublayers * one_sum + 2 * config.num_sparse_layers_of("decoder") * exchange
