@@ -99,7 +99,7 @@ def memory_use(workload: Workload, layout: Layout) -> MemoryUse:
         activations=kept,
         working=working,
         logits=LOGIT_COPIES * LOGIT_BYTES * logits,
-        gathered=sum(of(workload, layout) for of in (_gathered, _rounded, _copies)),
+        gathered=sum(part(workload, layout) for part in (_gathered, _rounded, _copies)),
         teacher=_teacher(workload, layout, working),
     )
 
