@@ -81,9 +81,7 @@ class Pearson:
     names = ("pearson_corrcoef",)
 
     def results(self, predictions, targets, num_bootstrap=0) -> list[MetricResult]:
-        import scipy.stats
-
-        return [_correlation(*self.names, scipy.stats.pearsonr, predictions, targets)]
+        return [_correlation(*self.names, "pearsonr", predictions, targets)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,9 +91,7 @@ class Spearman:
     names = ("spearman_corrcoef",)
 
     def results(self, predictions, targets, num_bootstrap=0) -> list[MetricResult]:
-        import scipy.stats
-
-        return [_correlation(*self.names, scipy.stats.spearmanr, predictions, targets)]
+        return [_correlation(*self.names, "spearmanr", predictions, targets)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,14 +146,17 @@ def numbers(texts: Sequence[str]) -> list[float]:
     return list(map(number, texts))
 
 
-def _correlation(name: str, function, predictions, targets) -> MetricResult:
+def _correlation(name: str, function: str, predictions, targets) -> MetricResult:
+    import scipy.stats
+
     signature = "scipy|no number:-1"
     given = {"targets": numbers(targets), "predictions": numbers(predictions)}
     for what, values in given.items():
         if len(set(values)) == 1:
             note = f"all {len(values)} {what} are {values[0]:g}; a correlation needs two values"
             return MetricResult(name, None, signature, note=note)
-    return MetricResult(name, 100 * float(function(*given.values())[0]), signature)
+    score = getattr(scipy.stats, function)(*given.values())[0]
+    return MetricResult(name, 100 * float(score), signature)
 
 
 def rank_results(

@@ -230,7 +230,7 @@ def require_effect(macro: str, bindings: Sequence[str]) -> None:
         ConfigurationError: nothing read the name of a binding, or nothing read a macro of
             the files and a name much like it was read.
     """
-    used, macros = gin_internals.read_parameters(), gin_internals.read_macros()
+    macros = gin_internals.read_macros()
     for binding in bindings:
         name = name_of(binding)
         if "." not in name:
@@ -242,11 +242,17 @@ def require_effect(macro: str, bindings: Sequence[str]) -> None:
                 )
             continue
         key = gin_internals.key_of(name)
-        if (key.complete_selector, key.arg_name) not in used:
-            raise ConfigurationError(
-                f"--gin.{name} has no effect: this configuration builds no "
-                f"{key.given_selector}; leave it out, or add the gin file that does"
-            )
+        scopes = gin_internals.reading_scopes(key.complete_selector, key.arg_name)
+        outer = f"{key.scope}/" if key.scope else ""
+        if any(f"{scope}/".startswith(outer) for scope in scopes):
+            continue
+        what, way_out = key.given_selector, "leave it out, or add the gin file that does"
+        if scopes:
+            what = f"{what} in the scope {key.scope!r}{did_you_mean(key.scope, scopes)}"
+            way_out = f"write --gin.{name.removeprefix(outer)}, which is for all scopes"
+        raise ConfigurationError(
+            f"--gin.{name} has no effect: this configuration builds no {what}; {way_out}"
+        )
     for name in set(macro_names()) - macros - {macro}:
         if meant := did_you_mean(name, macros, cutoff=_MISSPELT):
             raise ConfigurationError(

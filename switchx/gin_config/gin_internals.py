@@ -101,10 +101,10 @@ def read_macros() -> set[str]:
     return {scope for scope, selector in gin.config._OPERATIVE_CONFIG if selector == _MACRO}
 
 
-def read_parameters() -> set[tuple[str, str]]:
-    """(selector, parameter) of all that something has read since then."""
-    read = gin.config._OPERATIVE_CONFIG
-    return {(selector, name) for (_, selector), names in read.items() for name in names}
+def reading_scopes(selector: str, parameter: str) -> set[str]:
+    """Scopes in which something has read a parameter since then; the outermost one is empty."""
+    read = gin.config._OPERATIVE_CONFIG.items()
+    return {scope for (scope, each), names in read if each == selector and parameter in names}
 
 
 def key_of(name: str):

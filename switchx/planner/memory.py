@@ -15,6 +15,7 @@ import math
 
 from switchx.models.config import FLASH_ATTENTION
 from switchx.planner.layout import Layout, StateArray, Workload, local_bytes
+from switchx.planner.sparse_comm import bank_collectives
 from switchx.planner.step_comm import activation_bytes, rows_on_device, sparse_layer
 
 LOGIT_BYTES = 4
@@ -24,10 +25,8 @@ LOGIT_COPIES = 2
 TEACHER_LOGIT_COPIES = 3
 # Arrays `[tokens, F]` that the derivative of an activation function keeps beside the values
 # before and after it: counted in programs compiled without remat. Relu has a mask.
-ACTIVATION_RESIDUALS = {
-    **{"relu": 0, "gelu": 5, "geglu": 5, "swiglu": 2},
-    **{"gelu_exact": 5, "geglu_exact": 5},  # not counted: those of the tanh form
-}
+# gelu_exact's and geglu_exact's are not counted: those of the tanh form.
+ACTIVATION_RESIDUALS = dict(relu=0, gelu=5, geglu=5, swiglu=2, gelu_exact=5, geglu_exact=5)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +38,8 @@ class MemoryUse:
         activations: activations kept from forward to backward, of all microbatches in flight.
         working: buffers of the block that is being computed, with its Switch layer's.
         logits: logits of the tokens that the loss reads at a time, and their gradient.
-        gathered: parameters gathered whole where devices keep slices, and copies of the slices
-            in the products' dtype.
+        gathered: parameters gathered whole where devices keep slices, copies of the slices in
+            the products' dtype, and experts on their way to the slots of a bank and in them.
         slots: experts from other tiers (storage_tiers.py) while they are on the device.
         teacher: a teacher's parameters and logits, and what a block of its forward pass needs
             beyond `working`.
@@ -73,7 +72,6 @@ def memory_use(workload: Workload, layout: Layout) -> MemoryUse:
         ValueError: the layout does not divide a parameter.
     """
     params = state_bytes(workload, layout, "params")
-    is_added_up = layout.num_microbatches > 1
     stacks = workload.stacks
     kept = sum(_kept(workload, layout, stack) * workload.num_layers(stack) for stack in stacks)
     if layout.pipe > 1:
@@ -96,12 +94,12 @@ def memory_use(workload: Workload, layout: Layout) -> MemoryUse:
     logits = targets * workload.model.vocab_size / vocabulary_parts(workload, layout)
     return MemoryUse(
         params=params,
-        gradients=params * (2 if is_added_up else 1),
+        gradients=params * (2 if layout.num_microbatches > 1 else 1),
         optimizer=state_bytes(workload, layout, "optimizer"),
         activations=kept,
         working=working,
         logits=LOGIT_COPIES * LOGIT_BYTES * logits,
-        gathered=_gathered(workload, layout) + _rounded(workload, layout),
+        gathered=sum(part(workload, layout) for part in (_gathered, _rounded, _copies)),
         teacher=_teacher(workload, layout, working),
     )
 
@@ -164,7 +162,7 @@ def _kept(workload: Workload, layout: Layout, stack: str) -> float:
     if model.remat == "none":
         sparse = model.num_sparse_layers_of(stack) / workload.num_layers(stack)
         tokens = rows_on_device(workload, layout) * workload.length(stack)
-        hidden = (1 - sparse) * tokens * model.d_ff / layout.parts_of("F")
+        hidden = tokens * _dense_d_ff(workload, layout, sparse)
         if sparse:
             slots = _slot_rows(workload, layout, stack)
             hidden += sparse * slots * _expert_d_ff(workload, layout)
@@ -175,19 +173,20 @@ def _kept(workload: Workload, layout: Layout, stack: str) -> float:
 def _block(workload: Workload, layout: Layout, stack: str, remat: str) -> float:
     """Bytes of a block's values that a backward pass reads, under a remat policy."""
     model, width = workload.model, workload.activation_bytes
-    tokens = rows_on_device(workload, layout) * workload.length(stack)
+    rows, length = rows_on_device(workload, layout), workload.length(stack)
+    tokens = rows * length
     if remat == "full":
         return tokens * model.d_model * width
     layers = workload.num_layers(stack)
     sparse = model.num_sparse_layers_of(stack) / layers
-    per_token = _attention(workload, layout, workload.length(stack), remat)
+    elements = rows * _attention(workload, layout, length, length, remat)
     if stack == "decoder" and model.is_encoder_decoder:
-        per_token += _attention(workload, layout, workload.encoder_length, remat)
+        elements += rows * _attention(workload, layout, length, workload.encoder_length, remat)
     # A dense FFN keeps residual, norm and hidden values.
     hidden = (2 if model.is_gated else 1) + (1 if remat == "none" else 0)
     whole = 2 * model.d_model if remat == "none" else model.d_model
-    per_token += (1 - sparse) * (whole + hidden * model.d_ff / layout.parts_of("F"))
-    elements = tokens * per_token
+    dense_d_ff = _dense_d_ff(workload, layout, sparse)
+    elements += tokens * ((1 - sparse) * whole + hidden * dense_d_ff)
     if sparse:
         # A Switch layer keeps its slots' inputs, hidden values and outputs, and probabilities.
         per_row = 2 * model.d_model + hidden * _expert_d_ff(workload, layout)
@@ -200,20 +199,23 @@ def _block(workload: Workload, layout: Layout, stack: str, remat: str) -> float:
     return elements * width + dropout
 
 
-def _attention(workload: Workload, layout: Layout, memory_length: int, remat: str) -> float:
-    """Elements that a token keeps of one attention: residual, norm, q k v, weights, output.
+def _attention(
+    workload: Workload, layout: Layout, length: int, memory_length: int, remat: str
+) -> float:
+    """Elements that a row keeps of one attention: residual, norm, q, weights and output at its
+    tokens, k and v at those that are read.
 
     Flash attention keeps no weights.
     """
     model, heads = workload.model, layout.parts_of("H")
-    own = model.num_heads / heads + layout.kv_heads(model)
-    projected = 2 * own * model.d_head
-    if remat == "none" and model.qk_norm != "none":
-        projected += own * model.d_head  # queries and keys before their norms
+    # Queries and keys are kept before their norms, too.
+    again = remat == "none" and model.qk_norm != "none"
+    queries = (2 + again) * model.num_heads / heads * model.d_head
+    keys = (2 + again) * layout.kv_heads(model) * model.d_head
     is_flash = model.training_attention in FLASH_ATTENTION
     weights = 0 if is_flash else model.num_heads * memory_length / heads
     whole = 2 * model.d_model if remat == "none" else model.d_model
-    return whole + projected + weights
+    return length * (whole + queries + weights) + memory_length * keys
 
 
 def _slot_rows(workload: Workload, layout: Layout, stack: str) -> float:
@@ -221,8 +223,17 @@ def _slot_rows(workload: Workload, layout: Layout, stack: str) -> float:
     layer = sparse_layer(workload, layout, stack)
     groups = layer.num_groups / layout.parts_of("G", "activations")
     if layout.has_equal_blocks:
-        return groups * layer.num_experts * layer.capacity
+        slots = layer if layer.is_local else layer.over_slots
+        return groups * slots.num_experts * layer.capacity
     return groups * layer.tokens_per_group * layer.num_choices
+
+
+def _dense_d_ff(workload: Workload, layout: Layout, sparse: float) -> float:
+    """F of what every token passes on one device: of dense FFNs, and of the shared experts of
+    Switch layers, which are the share `sparse` of the blocks."""
+    model = workload.model
+    shared = (model.switch and model.switch.shared_d_ff) or 0
+    return ((1 - sparse) * model.d_ff + sparse * shared) / layout.parts_of("F")
 
 
 def _expert_d_ff(workload: Workload, layout: Layout) -> float:
@@ -252,6 +263,20 @@ def _gathered(workload: Workload, layout: Layout) -> float:
         return total
     # The largest array, the one that is gathered ahead, and its gradient.
     return min(total, 3 * largest)
+
+
+def _copies(workload: Workload, layout: Layout) -> float:
+    """Bytes of the slots for copies, or for experts of a device's tasks, and of what is sent
+    there: compilers have those of all layers at once, as they wait for parameters alone."""
+    model = workload.model
+    return sum(
+        each.num_bytes * model.num_sparse_layers_of(stack) / layout.pipe
+        for stack in workload.stacks
+        if model.num_sparse_layers_of(stack)
+        for each in bank_collectives(
+            sparse_layer(workload, layout, stack), layout, layout.rules
+        )
+    )
 
 
 def _rounded(workload: Workload, layout: Layout) -> float:

@@ -25,6 +25,8 @@ from switchx.models.config import PREFILL_CHUNK, ModelConfig
 from switchx.models.stored_experts import EXPERT_MATRICES, EXPERTS_PATH
 from switchx.partitioning.mesh import AXES
 from switchx.planner.layout import Layout, StateArray, local_bytes
+from switchx.planner.step_time import collective_seconds
+from switchx.planner.torus import divisors
 
 MOST_DEVICES = 2**12
 # Axes that a model in use is split over.
@@ -142,8 +144,8 @@ def splits(served: ServedModel, devices: int, hardware: Hardware | None) -> list
     The best takes the least time a step; where the hardware is not known, the fewest bytes.
     """
     found = []
-    for expert in _divisors(devices):
-        for model in _divisors(devices // expert):
+    for expert in divisors(devices):
+        for model in divisors(devices // expert):
             layout = Layout(data=devices // expert // model, expert=expert, model=model)
             if _mesh_refusal(served, layout) is None:
                 found.append(_split(served, layout, hardware))
@@ -248,10 +250,6 @@ def _divided(served: ServedModel) -> str:
     return text if switch is None else f"{text} and {switch.num_experts} experts"
 
 
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
 def _mesh_refusal(served: ServedModel, layout: Layout) -> str | None:
     """Why a model is not split so, with axes that do; None where it is."""
     for axis, size in layout.shape.items():
@@ -269,7 +267,7 @@ def _mesh_refusal(served: ServedModel, layout: Layout) -> str | None:
         *(("d_ff", d_ff, "model", layout.model) for d_ff in _ffn_sizes(config)),
     ):
         if number % size:
-            way_out = ", ".join(map(str, _divisors(number)))
+            way_out = ", ".join(map(str, divisors(number)))
             return (
                 f"{name}={number} is not divisible by mesh axis {axis!r} of size {size}; use "
                 f"a size of {way_out}"
@@ -313,8 +311,7 @@ def _working_bytes(served: ServedModel, layout: Layout) -> float:
     config, rows = served.config, _rows(served, layout)
     M, heads = served.input_length, config.num_heads // layout.model
     Q = M if config.is_encoder_decoder else min(PREFILL_CHUNK, M)
-    d_ff = config.d_ff if config.switch is None else config.switch.d_ff or config.d_ff
-    hidden = (3 if config.is_gated else 2) * d_ff // layout.model
+    hidden = (3 if config.is_gated else 2) * _widest_ffn(config) // layout.model
     projected = 2 * (heads + layout.kv_heads(config)) * config.d_head
     per_token = 4 * config.d_model + projected + hidden
     block = rows * Q * per_token * config.precision.compute_dtype.itemsize
@@ -323,15 +320,23 @@ def _working_bytes(served: ServedModel, layout: Layout) -> float:
     return block + scores + logits
 
 
+def _widest_ffn(config: ModelConfig) -> int:
+    """F that a token passes in the widest block: a dense one's, or that of the token's experts
+    and the shared one."""
+    switch = config.switch
+    if switch is None:
+        return config.d_ff
+    experts = switch.router.num_selected * (switch.d_ff or config.d_ff)
+    is_all = config.num_sparse_layers == config.num_encoder_layers + config.num_decoder_layers
+    return max(experts + (switch.shared_d_ff or 0), 0 if is_all else config.d_ff)
+
+
 def _collectives_s(served: ServedModel, layout: Layout, hardware: Hardware) -> float:
-    """Seconds of a step: all-reduces in sublayers, all-to-alls in Switch layers."""
-    config, network = served.config, hardware.inside
+    """Seconds of a step: sums after sublayers, exchanges around Switch layers."""
+    config = served.config
     sublayers = config.num_decoder_layers * (3 if config.is_encoder_decoder else 2)
-    count = 0
-    if layout.model > 1:
-        count += 2 * sublayers  # a reduce-scatter and an all-gather
-    if layout.expert > 1:
-        count += 2 * config.num_sparse_layers_of("decoder")
     tokens = _rows(served, layout) * served.num_beams
     size = tokens * config.d_model * config.precision.compute_dtype.itemsize
-    return count * (network.latency_s + size / network.achieved_bytes_per_s)
+    one_sum = collective_seconds("all-reduce", size, ("model",), layout, hardware)
+    exchange = collective_seconds("all-to-all", size, ("expert",), layout, hardware)
+    return sublayers * one_sum + 2 * config.num_sparse_layers_of("decoder") * exchange

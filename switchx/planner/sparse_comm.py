@@ -112,7 +112,7 @@ def sparse_layer_collectives(
         exchange = None
     slots = layer.over_slots
     return [
-        *_bank(layer, place, mesh, rules),
+        *bank_collectives(layer, mesh, rules),
         *(exchange(slots, place) if exchange else ()),
         *_outputs(layer, place, is_scattered=is_scattered),
         *_weights(slots, place, mesh, rules),
@@ -148,12 +148,13 @@ def gather_forward_collectives(
     ] + list(weights)
 
 
-def _bank(layer: SparseLayer, place: Placement, mesh, rules: Rules) -> list[PlannedCollective]:
+def bank_collectives(layer: SparseLayer, mesh, rules: Rules) -> list[PlannedCollective]:
     """Weights of experts to the devices of their slots, and their gradients back.
 
     A device has E / P experts and R / P slots. E / P slots of each other device may be of that
     one's own experts, so it sends R - E + E / P experts at most.
     """
+    place = Placement.on(mesh, rules)
     if layer.num_slots is None or not place.experts:
         return []
     devices = place.size(place.experts)

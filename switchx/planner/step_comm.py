@@ -107,8 +107,7 @@ def sparse_layer(workload: Workload, layout: Layout, stack: str) -> SparseLayer:
     rows = workload.batch_size // layout.num_microbatches
     groups, tokens, capacity = workload.routing(rows, workload.length(stack))
     own = workload.task_slots(layout)
-    copies = switch.num_replicas
-    with_copies = switch.num_experts + copies if copies else None
+    with_copies = switch.num_experts + switch.num_replicas if switch.num_replicas else None
     return SparseLayer(
         num_groups=groups,
         tokens_per_group=tokens,

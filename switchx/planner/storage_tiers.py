@@ -154,11 +154,9 @@ def storage_use(
             f"the spec of {hardware.name} has no [{table}]: nothing says what is there; add "
             "the table, specs/h200.toml is an example"
         )
-    period_params, period_state = _run_bytes(workload, layout)
     if tier == "host":
-        return _in_host_memory(
-            storage, layout, hardware, params, optimizer, period_params, period_state
-        )
+        return _in_host_memory(workload, layout, storage, hardware)
+    period_params, _ = _run_bytes(workload, layout)
     touched, sharing = touched_share(workload, storage), min(layout.size, hardware.host.devices)
     share = _host_share(layout, sharing)
     stored, optimizer = (
@@ -203,14 +201,10 @@ def storage_use(
 
 
 def _in_host_memory(
-    storage: Storage,
-    layout: Layout,
-    hardware: Hardware,
-    params: float,
-    optimizer: float,
-    period_params: float,
-    period_state: float,
+    workload: Workload, layout: Layout, storage: Storage, hardware: Hardware
 ) -> StorageUse:
+    params, optimizer = (expert_bytes(workload, layout, k) for k in ("params", "optimizer"))
+    period_params, period_state = _run_bytes(workload, layout)
     parts = layout.num_microbatches
     # Forward and backward stream the weights, microbatches after the first their sums.
     layers_in, layers_out = 2 * parts * params + (parts - 1) * params, parts * params

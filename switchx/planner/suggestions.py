@@ -70,9 +70,8 @@ def smallest_that_fits(
     most = hardware.max_devices or MOST_DEVICES
     while 2 * devices <= most:
         devices *= 2
-        if not hardware.is_whole(devices):
-            continue
-        if plans := search(workload, hardware, devices, storage).plans:
+        is_whole = hardware.is_whole(devices)
+        if is_whole and (plans := search(workload, hardware, devices, storage).plans):
             return devices, plans[0]
     return None
 

@@ -37,14 +37,8 @@ def of_ids(metric, targets, predictions):
 
 
 def test_classes_as_t5():
-    assert of_ids(MacroF1(CLASSES), [0, 1, 1, 2], [0, 0, 2, 2]) == {
-        "mean_3class_f1": pytest.approx(44.44444444444444)
-    }
     two = BinaryF1(CLASSES[:2])
     assert of_ids(two, [0, 1, 1, 0], [0, 1, 2, 2]) == {"f1": 50.0}
-    assert of_ids(MatthewsCorrelation(CLASSES), [0, 0, 2, 1], [0, 1, 2, 1]) == {
-        "matthews_corrcoef": pytest.approx(70.0)
-    }
     assert of_ids(Accuracy(), [0, 0, 2, 1], [0, 1, 2, 1]) == {"accuracy": 75.0}
     with refused("BinaryF1.classes=('a', 'b', 'c')"):
         BinaryF1(("a", "b", "c"))
@@ -52,10 +46,6 @@ def test_classes_as_t5():
 
 def test_numbers_and_referents_as_t5():
     assert numbers(["10", "10.", "asdf", ""]) == [10.0, 10.0, -1.0, -1.0]
-    (pearson,) = Pearson().results(["0", "1"], ["0", "2"])
-    (spearman,) = Spearman().results(["0", "1", "2"], ["0", "2", "1"])
-    assert (pearson.name, pearson.score) == ("pearson_corrcoef", pytest.approx(100.0))
-    assert (spearman.name, spearman.score) == ("spearman_corrcoef", pytest.approx(50.0))
     targets = [Reference("Tom", label=0), Reference("Tom", label=1), Reference("Tom", label=0)]
     found = scores(ReferentAccuracy(), targets, ["Tom", "the tom", "Mitchell"])
     assert found == {"accuracy": pytest.approx(200 / 3)}

@@ -149,20 +149,6 @@ def test_masks_are_equally_likely():
     assert all(abs(count - 1000) < 4 * 29 for count in drawn.values())
 
 
-def test_same_generator_same_result():
-    counts, tokens = (
-        fit_inputs_length(64, *NOISE),
-        np.arange(100, 100 + fit_inputs_length(64, *NOISE).raw_length),
-    )
-    first, again, other = (
-        corrupt_spans(tokens, counts, VOCABULARY, np.random.default_rng(seed))
-        for seed in (7, 7, 8)
-    )
-    np.testing.assert_array_equal(first[0], again[0])
-    np.testing.assert_array_equal(first[1], again[1])
-    assert not np.array_equal(first[1], other[1])
-
-
 def restore(inputs, targets):
     """The text that inputs and targets were made of, by a loop over sentinels."""
     assert inputs[-1] == EOS and targets[-1] == EOS

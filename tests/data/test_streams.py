@@ -30,19 +30,6 @@ from tests.data.fakes import (
 )
 from tests.data.refusals import refused
 
-
-@pytest.mark.parametrize("num_records", [1, 7, 4096])
-def test_every_epoch_is_another_order_of_all(num_records):
-    records = range(100, 100 + num_records)
-    shuffled = Shuffled(records, (0, 1))
-    epochs = [
-        [shuffled[epoch * num_records + i] for i in range(num_records)] for epoch in range(2)
-    ]
-    assert all(sorted(epoch) == list(records) for epoch in epochs)
-    if num_records > 1:
-        assert epochs[0] != epochs[1] and epochs[0] != list(records)
-
-
 # Powers of two and of 256 and their neighbours; Grain 0.2.18 loses the last of 4^k + 1.
 _SIZES = [65_535, 65_536, 65_537, 65_538, 65_793]
 _SIZES += [pytest.param(size, marks=pytest.mark.slow) for size in (131_073, 2**18 + 1)]
@@ -116,12 +103,6 @@ def test_tasks_on_one_corpus_are_shuffled_apart():
     twins = (make_task("a", corpus, CausalLM()), make_task("b", corpus, CausalLM()))
     first, second = make_plan(*twins, probabilities=[0.5, 0.5]).order
     assert [first[i] for i in range(47)] != [second[i] for i in range(47)]
-
-
-def test_evaluation_reads_in_order():
-    plan = plan_of_both(is_finite=True)
-    assert [plan.order[0][i] for i in range(2)] == [0, 1]
-    assert plan.num_lanes == 1
 
 
 def test_generators_differ_by_purpose_and_seed():
@@ -267,11 +248,6 @@ def test_first_fit_by_hand():
     assert len(source.examples) == 1, "what closes the rows stays in the stream"
     assert who(pack_rows(source, FEATURES, num_rows=2)) == [[4]]
     assert pack_rows(source, FEATURES, num_rows=2) == []
-
-
-def test_both_sides_must_fit():
-    source = Source([(2, 6), (2, 6), (2, 2)])
-    assert who(pack_rows(source, FEATURES, num_rows=2)) == [[0, 2], [1]]
 
 
 def test_decoder_only_counts_both_sides_as_one():

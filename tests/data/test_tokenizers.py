@@ -348,19 +348,6 @@ def classes_of(vocabulary) -> dict[str, set[str]]:
 def test_pieces(pieces):
     found = classes_of(pieces)
     assert found.keys() == set(PIECE_CLASSES)
-    for name, texts in found.items():
-        for text in texts:
-            has_letter = any(c.isalpha() for c in text)
-            if name == "word start":
-                assert has_letter and not text[0].isalnum()
-            elif name == "word part":
-                assert has_letter and (text[0].isalnum() or text[0] == "_")
-            elif name == "digits":
-                assert not has_letter and any(c.isdigit() for c in text)
-            elif name == "whitespace":
-                assert not text.strip()
-            elif name == "punctuation":
-                assert text.strip() and not any(c.isalnum() for c in text)
     assert "\n" in found["whitespace"] and "+" in found["punctuation"]
     assert found["sentinel"] == {f"<extra_id_{i}>" for i in range(5)}
     assert {"<pad>", "</s>", "<unk>"} < found["special"]

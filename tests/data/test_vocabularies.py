@@ -183,14 +183,6 @@ def test_sample_of_nothing(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_largest_size_named_is_possible():
-    with pytest.raises(ValueError) as error:
-        train_model(TEXTS, 5000)
-    largest = int(re.search(r"at most (\d+)", str(error.value))[1])
-    model = train_model(TEXTS, largest)
-    assert sentencepiece.SentencePieceProcessor(model_proto=model).get_piece_size() == largest
-
-
 def test_no_text(tmp_path):
     (tmp_path / "a.txt").write_text("\n \n")
     with refused("a vocabulary cannot be trained on no text"):
@@ -265,13 +257,6 @@ def test_facts_of_examples_are_no_text(tmp_path):
     )
     assert vocabulary.encode(TEXT) == of_pairs.encode(TEXT)
     assert len({*(tmp_path / "vocabularies").iterdir()}) == 2
-
-
-def test_same_on_every_machine(corpus, tmp_path):
-    first, second = (
-        CorpusVocabulary(corpus, 500, data_dir=str(tmp_path / name)) for name in "ab"
-    )
-    assert first.fingerprint() == second.fingerprint()
 
 
 def test_killed_training_is_not_read(corpus, tmp_path, monkeypatch):

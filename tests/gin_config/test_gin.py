@@ -144,6 +144,12 @@ def test_what_nothing_reads_is_refused():
     files = (str(SMALL), "optimizers/adamw.gin")
     said = refusal("Adafactor.decay_rate=0.7", "WARMUP_STEPS=1", files=files)
     assert "--gin.Adafactor.decay_rate has no effect: this configuration builds no Ad" in said
+    # Gin reads a class in the scope of the macro that names it, and JOB's own in none.
+    said = refusal("MODL/ModelConfig.dropout_rate=0.5")
+    assert "builds no ModelConfig in the scope 'MODL' (did you mean MODEL?)" in said
+    assert "write --gin.ModelConfig.dropout_rate, which is for all scopes" in said
+    said = refusal("JOB/TrainingJob.train_steps=3")
+    assert "builds no TrainingJob in the scope 'JOB'; write --gin.TrainingJob.train_s" in said
     said = refusal(files=my_gin("TRAIN_STEP = 3\n"))
     assert "sets TRAIN_STEP, which nothing reads (did you mean TRAIN_STEPS?)" in said
 

@@ -29,10 +29,11 @@ def test_what_is_bound_and_read():
         gin.parse_config("DEPTH = 5\nOTHER = 6\nof_this.mine.depth = %DEPTH\nmine.width = 3")
         assert gin_internals.macros() == {"DEPTH": 5, "OTHER": 6}
         assert gin_internals.bindings()["", "of_this.mine"].keys() == {"depth", "width"}
-        assert gin_internals.read_macros() == gin_internals.read_parameters() == set()
+        assert gin_internals.read_macros() == set()
+        assert gin_internals.reading_scopes("of_this.mine", "width") == set()
         assert mine() == 5
         assert gin_internals.read_macros() == {"DEPTH"}
-        assert ("of_this.mine", "width") in gin_internals.read_parameters()
+        assert gin_internals.reading_scopes("of_this.mine", "width") == {""}
         key = gin_internals.key_of("scope/mine.depth")
         assert (key.scope, key.given_selector) == ("scope", "mine")
         assert (key.complete_selector, key.arg_name) == ("of_this.mine", "depth")

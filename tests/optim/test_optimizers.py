@@ -10,7 +10,7 @@ import pytest
 from switchx import tree
 from switchx.compiled.workload import state_arrays
 from switchx.fields import describe, differences
-from switchx.optim.adafactor import Adafactor, factoring_of, parameter_scale
+from switchx.optim.adafactor import Adafactor, factoring_of
 from switchx.optim.adamw import AdamW
 from switchx.optim.protocol import Optax, decay_mask, is_decayed
 from switchx.optim.schedules import Constant, WarmupCosine
@@ -254,20 +254,6 @@ def test_axes(name, shape, batch, rows, columns):
 
 
 def test_statistics_are_named_by_their_dimensions():
-    stacked = factoring_of("w_out_HKD", (3, 2, 4, 8), 8)
-    assert stacked.state_name("v_row", stacked.columns) == "v_row_HK"
-    assert stacked.state_name("v_col", stacked.rows) == "v_col_D"
-    assert stacked.state_name("momentum") == "momentum_HKD"
-    expert = factoring_of("w_in_EDF", (2, 8, 8), 8)
-    assert expert.state_name("v_row", expert.columns) == "v_row_ED"
-    assert expert.state_name("v_col", expert.rows) == "v_col_EF"
     assert factoring_of("temperature", (3,), 8).state_name("v") == "v"
-    # A name may say N itself.
+    # A name may say N itself; others are in `test_state_keeps_what_is_needed_and_nothing_else`.
     assert factoring_of("scale_ND", (3, 8), 8).state_name("v") == "v_ND"
-
-
-def test_parameter_scale_by_hand():
-    w_EDF = np.array([[[3.0, -4.0], [0.0, 5.0]], [[1e-4, 0.0], [0.0, 0.0]]], np.float16)
-    scale_E = parameter_scale(w_EDF, (1, 2), 1e-3)
-    assert scale_E.dtype == np.float32
-    np.testing.assert_allclose(scale_E, [np.sqrt(50 / 4), 1e-3], rtol=1e-6)

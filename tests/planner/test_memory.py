@@ -185,6 +185,50 @@ def test_flash_attention_keeps_no_weights():
     assert kept - others == layers * rows * length * heads * length * width
 
 
+def test_cross_attention_keeps_keys_and_values_of_all_inputs():
+    """A decoder block by hand, of 8 tokens that read 32 inputs."""
+    model = dataclasses.replace(
+        DENSE, architecture="encoder_decoder", num_encoder_layers=1, activation="relu"
+    )
+    kept = [
+        memory_use(
+            make_workload(each, inputs_length=32, targets_length=8), Layout()
+        ).activations
+        for each in (model, dataclasses.replace(model, num_decoder_layers=5))
+    ]
+    D, H, HK, F = 64, 8, 64, 128
+    own = 8 * (2 * D + 2 * HK + H * 8) + 8 * 2 * HK
+    cross = 8 * (2 * D + 2 * HK + H * 32) + 32 * 2 * HK
+    rows, width = 16, 4
+    assert kept[1] - kept[0] == rows * width * (own + cross + 8 * (2 * D + 2 * F))
+
+
+def test_shared_experts_keep_hidden_values_of_all_tokens():
+    """Before and after relu, in two Switch layers of 16 rows of 16 tokens."""
+    relu = dataclasses.replace(SPARSE, activation="relu")
+    own = dataclasses.replace(SWITCH, shared_d_ff=1024)
+    with_shared = dataclasses.replace(relu, switch=own)
+    layout = Layout(model=2, dispatcher="dropless")
+    alone, both = (memory_use(make_workload(each), layout) for each in (relu, with_shared))
+    hidden = 2 * 16 * 16 * 1024 / layout.model * 4
+    assert both.activations - alone.activations == 2 * hidden
+    # A block's buffers are of the mean of its period, one dense and one sparse.
+    assert both.working - alone.working == 2 * hidden / 2
+
+
+def test_experts_with_copies_are_in_slots_and_on_their_way_there():
+    """8 experts and 8 copies on 4 devices: 4 slots each, and at most 10 of its own 2 sent."""
+    copied = dataclasses.replace(SPARSE, switch=dataclasses.replace(SWITCH, num_replicas=8))
+    layout = Layout(expert=4, dispatcher="all_to_all")
+    expert = 2 * 64 * 128 * 4
+    for of, experts in ((SPARSE, 0), (copied, 2 * (4 + 10))):  # in each of two layers
+        assert memory_use(make_workload(of), layout).gathered == experts * expert
+    # Copies have blocks of as many rows: of 4 groups 2 rows each, with all that gelu keeps.
+    own, both = (memory_use(make_workload(of), layout) for of in (SPARSE, copied))
+    rows = 4 * 8 * 2
+    assert both.activations - own.activations == 2 * rows * (2 * 64 + 7 * 128) * 4
+
+
 def test_1f1b_keeps_as_many_microbatches_and_a_stage_has_its_blocks():
     # Activation memory does not grow with microbatches of the same size.
     used = []

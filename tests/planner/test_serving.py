@@ -110,5 +110,44 @@ def test_splits_are_chosen_by_bytes_or_steps_and_memory_is_asked_for():
         choose_split(served(), 3)
 
 
+def test_sums_over_two_nodes_go_through_the_network_between_them():
+    large = dataclasses.replace(
+        CONFIG, d_model=4096, d_ff=16384, num_heads=16, d_head=256, num_decoder_layers=16
+    )
+    model, hardware = served(large, batch_size=16), load_hardware("h200")
+    assert choose_split(model, 16, hardware=hardware).layout.model <= 8
+    inside, between = hardware.inside, hardware.between
+    fast = inside.achieved_bytes_per_s
+    sums, row = 3 * 16, 4096 * 4  # of self-attention, cross-attention and FFN
+    # A ring is gone around twice: 7 messages in a node, or 14 in nodes and 2 between them.
+    by_hand = {
+        "data=2,model=8": 2 * (7 / 8 * 8 * row / fast + 7 * inside.latency_s),
+        "model=16": 2 * 15 / 16 * 16 * row / min(fast, 8 * between.achieved_bytes_per_s)
+        + 2 * (14 * inside.latency_s + 2 * between.latency_s),
+    }
+    for split in splits(model, 16, hardware):
+        read = (split.weights + split.cache) / hardware.memory.achieved_bytes_per_s
+        if split.name in by_hand:
+            spent = sums * by_hand.pop(split.name)
+            assert split.step_s - read == pytest.approx(spent)
+    assert not by_hand
+
+
+def test_buffers_are_those_of_the_widest_block():
+    def working(**changes) -> float:
+        switch = dataclasses.replace(CONFIG.switch, d_ff=8, **changes)
+        config = dataclasses.replace(
+            CONFIG, switch=switch, num_encoder_layers=2, num_decoder_layers=2
+        )
+        (split,) = splits(served(config), 1, None)
+        return split.working
+
+    # A token passes F=32 of a dense block, or 8 of its expert and what is shared; float32.
+    values = SHAPES.batch_size * SHAPES.input_length * (3 if CONFIG.is_gated else 2) * 4
+    dense, sparse = working(every=2), working(every=1)
+    assert dense - sparse == (32 - 8) * values
+    assert working(every=2, shared_d_ff=64) - dense == (64 + 8 - 32) * values
+
+
 def _bytes(model: ServedModel):
     return (math.prod(array.shape) * array.itemsize for array in model.weights)

@@ -60,21 +60,19 @@ class C4:
         if self.language:
             stored_split = self.language + ("-validation" if split == "validation" else "")
         require_split(self.name, stored_split, folder.splits)
+        account = folder.account(self.name, stored_split)
         if not folder.is_packed(stored_split):
             records = folder.records(stored_split)
             info = folder.builder.info
             lengths = info.splits[stored_split].shard_lengths
             fingerprint = fingerprint_of("c4", info.full_name, lengths)
-            accounts = (folder.account(self.name, stored_split),)
-            return CorpusSource(
-                f"{self.name}/{split}", fingerprint, ("text",), records, accounts
-            )
+            name = f"{self.name}/{split}"
+            return CorpusSource(name, fingerprint, ("text",), records, (account,))
 
         def make_splits() -> dict[str, Iterator[dict[str, str]]]:
             return {split: ({"text": e["text"]} for e in folder.examples(stored_split))}
 
         name = f"{self.name.replace('/', '_')}_{split}".replace(".", "_").replace("-", "_")
         key = fingerprint_of("c4 2", folder.folder, folder.fingerprint(stored_split))
-        account = folder.account(self.name, stored_split)
         recipe = Recipe(name, key, ("text",), make_splits, account)
         return open_prepared(recipe, split, folder.data_dir)

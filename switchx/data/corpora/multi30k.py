@@ -17,7 +17,7 @@ from typing import Literal
 
 from switchx.data import data_dir as locations
 from switchx.data.corpora.corpus import Account, CorpusSource, fingerprint_of, require_split
-from switchx.data.corpora.packed_files import PACKINGS, only, read_lines
+from switchx.data.corpora.packed_files import named, read_lines
 from switchx.data.corpora.prepared import Recipe, open_prepared
 from switchx.fields import at_resume, check_choices, require
 from switchx.files import write_atomically
@@ -107,7 +107,8 @@ class Multi30k:
         ]
         pairs = {}
         for split, folder in itertools.product(self.splits, folders):
-            files = [_find_file(folder, split, lang) for lang in (self.source, self.target)]
+            languages = (self.source, self.target)
+            files = [named(folder, f"{_FILE_NAMES[split]}.{each}") for each in languages]
             if split not in pairs and all(files):
                 pairs[split] = tuple(files)
         return pairs
@@ -117,9 +118,9 @@ class Multi30k:
         folder = locations.writable_dir(data_dir) / "multi30k"
         looked_in = ", ".join(map(str, locations.data_dirs(data_dir)))
         for split, language in itertools.product(self.splits, (self.source, self.target)):
-            if _find_file(folder, split, language):
-                continue
             name = f"{_FILE_NAMES[split]}.{language}.gz"
+            if named(folder, name):
+                continue
             url = self.address.rstrip("/") + "/" + name
             _log.info("downloading %s", url)
             try:
@@ -132,12 +133,6 @@ class Multi30k:
                     f"these folders, or set DATA_DIR or {locations.ENVIRONMENT_VARIABLE} to "
                     "the folder that has them"
                 ) from error
-
-
-def _find_file(folder: Path, split: str, language: str) -> Path | None:
-    name = f"{_FILE_NAMES[split]}.{language}"
-    paths = [folder / f"{name}{packing}" for packing in ("", *PACKINGS)]
-    return only([path for path in paths if path.is_file()])
 
 
 def _read_pairs(source: Path, target: Path, tally: Counter) -> Iterator[dict[str, str]]:

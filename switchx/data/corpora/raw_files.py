@@ -12,7 +12,7 @@ import dataclasses
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +83,7 @@ def read_rows(path: Path, file: RawFile, tally: Counter) -> Iterator[Row]:
     elif name.kind == ".jsonl":
         yield from (row for _, row in json_lines(path, tally))
     elif name.kind == ".json":
-        for row in _list(path, file):
-            tally["rows"] += 1
-            yield _object(row, str(path))
+        yield from (_object(row, str(path)) for row in counted(_list(path, file), tally))
     elif name.kind == ".txt":
         for _, line in _lines(path, tally):
             yield {"text": line.rstrip("\n")}
@@ -101,6 +99,13 @@ def _lines(path: Folder, tally: Counter) -> Iterator[tuple[int, str]]:
             yield number, line
         else:
             tally["blank lines"] += 1
+
+
+def counted(rows: Iterable[Any], tally: Counter) -> Iterator[Any]:
+    """Yields the rows, and counts them as `rows`."""
+    for row in rows:
+        tally["rows"] += 1
+        yield row
 
 
 def json_lines(path: Folder, tally: Counter) -> Iterator[tuple[str, Row]]:

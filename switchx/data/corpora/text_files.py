@@ -17,7 +17,7 @@ from switchx.data.corpora.corpus import Account, CorpusSource, fingerprint_of
 from switchx.data.corpora.found_files import AGAIN, FoundFiles
 from switchx.data.corpora.packed_files import PACKINGS, Name, name_of, read_lines
 from switchx.data.corpora.prepared import Recipe, open_prepared
-from switchx.data.corpora.raw_files import json_lines
+from switchx.data.corpora.raw_files import counted, json_lines
 from switchx.fields import at_resume, require, require_at_least
 from switchx.object_store import Folder, as_folder, state_of
 
@@ -193,7 +193,7 @@ class Texts:
         for file in self.files:
             kind = name_of(file.name).kind
             if kind == ".txt":
-                lines = _counted(read_lines(file), tally)
+                lines = counted(read_lines(file), tally)
                 yield from ({"text": text} for text in cut_lines(lines, max_characters))
                 continue
             is_table = kind in tables.KINDS
@@ -211,12 +211,6 @@ class Texts:
                     yield dict(zip(self.fields, texts, strict=True))
                 else:
                     tally["blank documents"] += 1
-
-
-def _counted(lines: Iterable[str], tally: Counter) -> Iterator[str]:
-    for line in lines:
-        tally["rows"] += 1
-        yield line
 
 
 def cut_lines(lines: Iterable[str], max_characters: int) -> Iterator[str]:

@@ -175,10 +175,9 @@ def find_folder(name: str, data_dir: str | None) -> TfdsFolder:
     folders = locations.data_dirs(data_dir) if is_local else [data_dir]
     for folder in folders:
         versions = epath.Path(folder) / path
-        found = {}
-        for child in versions.iterdir() if versions.exists() else ():
-            if tfds.core.Version.is_valid(child.name):
-                found[tfds.core.Version(child.name)] = child
+        children = versions.iterdir() if versions.exists() else ()
+        valid = (each for each in children if tfds.core.Version.is_valid(each.name))
+        found = {tfds.core.Version(each.name): each for each in valid}
         if version:
             found = {each: child for each, child in found.items() if str(each) == version}
         if found:

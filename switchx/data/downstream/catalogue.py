@@ -76,14 +76,11 @@ _MNLI_FILES = _files(
     test_matched="test_matched.tsv",
     test_mismatched="test_mismatched.tsv",
 )
-_CNN_TABLES = _files(
-    train="train.jsonl|train.csv",
-    validation="validation.jsonl|validation.csv",
-    test="test.jsonl|test.csv",
-)
+_SUMMARIES = {each: f"{each}.jsonl|{each}.csv" for each in ("train", "validation", "test")}
 _CNN_LISTS = {"train": "all_train.txt", "validation": "all_val.txt", "test": "all_test.txt"}
 _CNN_FILES = {
-    split: ((StoryList(_CNN_LISTS[split]),), *tables) for split, tables in _CNN_TABLES.items()
+    split: ((StoryList(name),), *_files(**_SUMMARIES)[split])
+    for split, name in _CNN_LISTS.items()
 }
 _TRUTH = ("False", "True")
 _ENTAILMENT = ("entailment", "not_entailment")
@@ -316,9 +313,7 @@ DATASETS = {
         "xsum",
         "xsum",
         texts.summary("document", "summary"),
-        train="train.jsonl|train.csv",
-        validation="validation.jsonl|validation.csv",
-        test="test.jsonl|test.csv",
+        **_SUMMARIES,
     ),
     "scitldr": _summaries(
         None,

@@ -17,7 +17,7 @@ from switchx.data.corpora.corpus import Account, CorpusSource, fingerprint_of, r
 from switchx.data.corpora.found_files import FoundFiles
 from switchx.data.corpora.packed_files import name_of
 from switchx.data.corpora.prepared import Recipe, open_prepared
-from switchx.data.corpora.raw_files import KINDS, RawFile, Row, has_rows
+from switchx.data.corpora.raw_files import KINDS, RawFile, Row, counted, has_rows
 from switchx.data.corpora.tfds_folder import TfdsFolder, find_folder
 from switchx.data.data_dir import local_or_none
 from switchx.data.downstream.texts import TextExample
@@ -86,12 +86,11 @@ def _classes_in(feature, path: str = "") -> Iterator[tuple[str, tuple[str, ...]]
 
 def _tfds_rows(folder: TfdsFolder, split: str) -> SplitRows:
     key = (folder.folder, folder.fingerprint(split))
-    account = folder.account("", split)
 
     def read(tally: Counter) -> Iterator[Row]:
         return counted(folder.examples(split), tally)
 
-    return SplitRows(read, key, account)
+    return SplitRows(read, key, folder.account("", split))
 
 
 def rows_of_files(name: str, files: Files, path: str, manual_dir: Path, split: str) -> Rows:
@@ -140,7 +139,10 @@ def rows_of_folder(folder: Path) -> Rows:
     """
     require(folder.is_dir(), f"{folder} is no folder; name one, or tfds:NAME")
     if saved := tables.saved_splits(folder):
-        found = {split: _saved_files(each) for split, each in saved.items()}
+        found = {
+            split: [(path, RawFile(path.name)) for path in tables.saved_tables(each)]
+            for split, each in saved.items()
+        }
         return _with_class_names(_rows_of(found, str(folder)), found)
     files, found = FoundFiles(wants=has_rows), {}
     files.add_entries(folder)
@@ -170,10 +172,6 @@ def _with_class_names(rows: Rows, found: dict[str, list[tuple[Path, RawFile]]]) 
     return dataclasses.replace(rows, splits=splits, class_names=names)
 
 
-def _saved_files(folder: Path) -> list[tuple[Path, RawFile]]:
-    return [(path, RawFile(path.name)) for path in tables.saved_tables(folder)]
-
-
 def _rows_of(
     found: dict[str, list[tuple[Path, RawFile]]],
     place: str,
@@ -189,13 +187,6 @@ def _file_rows(files: list[tuple[Path, RawFile]], left_out) -> SplitRows:
 
     account = Account.of("", {path: path.stat().st_size for path, _ in files}, left_out)
     return SplitRows(read, tuple(file.state(path) for path, file in files), account)
-
-
-def counted(rows: Iterable[Row], tally: Counter) -> Iterator[Row]:
-    """Yields the rows, and counts them as `rows`."""
-    for row in rows:
-        tally["rows"] += 1
-        yield row
 
 
 def open_rows(

@@ -99,17 +99,13 @@ def similarity(row: Row) -> Iterator[TextExample]:
 
 def multirc(row: Row) -> Iterator[TextExample]:
     """MultiRC: one answer of a question, right or not; markup is taken out."""
-    index, classes = row["idx"], ("False", "True")
-    fields = ("question", "answer", "paragraph")
-    inputs = " ".join(["multirc", *(part for f in fields for part in (f"{f}:", row[f]))])
-    inputs = re.sub("<(/)?b>", "", inputs.replace("<br>", " "))
-    yield TextExample(
-        inputs,
-        class_name(row["label"], classes),
-        f"{index['paragraph']}/{index['question']}/{index['answer']}",
+    fields, index = ("question", "answer", "paragraph"), row["idx"]
+    (example,) = choice("multirc", fields, ("False", "True"))(row)
+    yield dataclasses.replace(
+        example,
+        inputs=re.sub("<(/)?b>", "", example.inputs.replace("<br>", " ")),
+        example_id=f"{index['paragraph']}/{index['question']}/{index['answer']}",
         group=str(index["question"]),
-        label=row["label"],
-        choices=classes,
     )
 
 

@@ -140,13 +140,6 @@ def test_missing_files(tmp_path):
         TextFiles([]).open("train", None)
 
 
-def test_not_utf8(tmp_path):
-    (tmp_path / "a.txt").write_bytes(b"good\n\xff\n")
-    with refused(f"{tmp_path}/a.txt is not UTF-8: byte 0xff at offset 5"):
-        TextFiles(str(tmp_path / "a.txt")).open("train", str(tmp_path / "data"))
-    assert list((tmp_path / "data").iterdir()) == []
-
-
 def test_lines_of_plain_and_packed_files(tmp_path):
     content = "\ufeffone\r\ntwo \u2028 é\n\nlast".encode()
     (tmp_path / "plain").write_bytes(content)
@@ -160,17 +153,6 @@ def test_not_utf8_names_file_and_offset(tmp_path, name, pack):
     (tmp_path / name).write_bytes(pack(b"gut\n" + "schön".encode("latin-1")))
     with refused(f"{tmp_path / name} is not UTF-8: byte 0xf6 at offset 7"):
         list(read_lines(tmp_path / name))
-
-
-def test_unreadable_names_file(tmp_path):
-    cut_off = tmp_path / "cut_off.gz"
-    cut_off.write_bytes(gzip.compress(b"text" * 100)[:-12])
-    with refused(f"{cut_off} cannot be read: it ends before its end marker"):
-        list(read_lines(cut_off))
-    not_packed = tmp_path / "not_packed.gz"
-    not_packed.write_bytes(b"text")
-    with refused(f"{not_packed} cannot be read: <any>incorrect header"):
-        list(read_lines(not_packed))
 
 
 def test_permission_denied_names_file(monkeypatch):
