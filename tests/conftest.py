@@ -26,6 +26,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Simulated devices wait in threads for each other: `give_threads_to_simulated_devices`.
 os.environ.setdefault("NPROC", "32")
 
+import hypothesis
 import jax
 import pytest
 
@@ -40,6 +41,10 @@ START_S = time.monotonic()
 
 # Broadcasting [D] against [B, D] unnoticed is how a wrong axis stays hidden.
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Seconds are no property: the machine may be busy.
+hypothesis.settings.register_profile("without_deadline", deadline=None)
+hypothesis.settings.load_profile("without_deadline")
 
 
 # Files that run commands one after another: begun last, they would keep one worker busy alone.

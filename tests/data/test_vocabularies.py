@@ -433,3 +433,18 @@ def test_nothing_to_load(tmp_path):
     (tmp_path / "vocabulary.json").write_text("[]")
     with refused(": expected an object, got a list"):
         load_vocabulary(tmp_path)
+
+
+def test_largest_size_named_is_possible():
+    with pytest.raises(ValueError) as error:
+        train_model(TEXTS, 5000)
+    largest = int(re.search(r"at most (\d+)", str(error.value))[1])
+    model = train_model(TEXTS, largest)
+    assert sentencepiece.SentencePieceProcessor(model_proto=model).get_piece_size() == largest
+
+
+def test_same_on_every_machine(corpus, tmp_path):
+    first, second = (
+        CorpusVocabulary(corpus, 500, data_dir=str(tmp_path / name)) for name in "ab"
+    )
+    assert first.fingerprint() == second.fingerprint()

@@ -196,7 +196,7 @@ def test_caches_below_a_layers_slots_and_other_or_damaged_records(tmp_path):
         read(1, 0)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     st.sampled_from(["float32", "uint8", "bfloat16"]),
     st.lists(st.integers(1, 4), min_size=1, max_size=3),

@@ -53,7 +53,7 @@ def rows_by_loop(group_sizes) -> dict[tuple[int, int], list[int]]:
     return found
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(group_sizes=six_group_sizes)
 def test_blocks_meet_exactly_the_experts_whose_rows_they_hold(group_sizes):
     tiles = by_block(np.array(group_sizes, np.int32), BLOCK_ROWS, BLOCK)
@@ -70,7 +70,7 @@ def test_blocks_meet_exactly_the_experts_whose_rows_they_hold(group_sizes):
     assert count <= tiles.block_P.size
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(group_sizes=six_group_sizes)
 def test_experts_meet_exactly_the_blocks_with_rows_of_them(group_sizes):
     tiles = by_expert(np.array(group_sizes, np.int32), BLOCK_ROWS, BLOCK)
@@ -107,7 +107,6 @@ def test_schedule_is_computed_without_a_loop(schedule):
     assert "while" not in program.as_text()
 
 
-@settings(deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 70), min_size=5, max_size=5),
     block=st.sampled_from([8, 16, 64, 256]),

@@ -60,7 +60,7 @@ def test_equals_what_the_published_program_gives_without_nodes():
     np.testing.assert_allclose(measured, [138.9 / 129.5, 1.19], atol=0.001)
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=50, derandomize=True)
 @given(
     load_E=st.lists(st.integers(0, 1000), min_size=1, max_size=12),
     devices=st.integers(1, 4),

@@ -51,7 +51,7 @@ def problems(draw):
     return make_problem(expert_GTS, capacity=4, seed=int(rng.integers(1 << 30)))
 
 
-few = settings(max_examples=3, deadline=None, derandomize=True)
+few = settings(max_examples=3, derandomize=True)
 
 
 @each_cell

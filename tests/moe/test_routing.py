@@ -123,7 +123,7 @@ POLICIES = {
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_every_policy_makes_a_sound_plan(name, seed):
     """Slots are given once and without gaps, and relabelled experts give the same plan."""

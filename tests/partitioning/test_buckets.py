@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
@@ -60,7 +60,6 @@ def numbers(index: SliceIndex, num_parts: int) -> dict:
 
 
 @given(ARRAYS, PARTS, st.integers(1, 2000))
-@settings(deadline=None)
 def test_every_slice_has_its_place_and_buckets_are_no_larger_than_asked(
     arrays, num_parts, bucket_bytes
 ):

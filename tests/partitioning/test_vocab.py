@@ -37,7 +37,7 @@ def test_dealt_rows_are_where_their_owner_says(num_rows):
 
 
 @given(st.lists(st.integers(0, V - 1), min_size=1, max_size=80))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_an_id_is_requested_once_however_often_it_occurs(ids):
     place_T, asked_P = jax.jit(requests, static_argnums=1)(np.array(ids, np.int32), OWNERS)
     different = sorted(set(ids))
@@ -102,7 +102,7 @@ def test_rows_and_gradients_are_those_of_the_whole_table(name):
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, V - 1), st.integers(1, V))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_any_ids_give_the_rows_and_gradients_of_the_whole_table(seed, first, span):
     id_PT = np.random.default_rng(seed).integers(first, first + span, (P, T)) % V
     assert_as_whole(id_PT)

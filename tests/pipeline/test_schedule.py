@@ -5,7 +5,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from switchx.pipeline.schedule import NONE, Ops, Schedule, ScheduleSpec
@@ -26,7 +26,6 @@ def num_places(schedule) -> int:
     microbatches=st.integers(1, 13),
     lanes=st.integers(1, 3),
 )
-@settings(deadline=None)
 def test_a_table_runs_as_the_stages_would_run_it(kind, stages, microbatches, lanes):
     if kind[0] == "interleaved":
         microbatches *= stages

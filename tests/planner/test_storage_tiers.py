@@ -203,7 +203,7 @@ def test_a_host_stores_each_of_its_experts_once(axes, part):
     assert 8 * half.bytes.host == pytest.approx(least + part * PARAMS)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.floats(0.05, 1.0), st.floats(0.5, 1.0), st.floats(0.5, 1.0), st.sampled_from([1, 2, 4])
 )

@@ -524,7 +524,6 @@ def test_a_model_without_a_vocabulary():
         form.read({"prompt": "ab"}, served.LIMITS)
 
 
-@hypothesis.settings(deadline=None)
 @hypothesis.example("éaé", ["a", "éaé"], [3])  # where what comes after 3 bytes is another stop
 @hypothesis.given(
     st.lists(st.sampled_from("abé🙂"), max_size=14).map("".join),

@@ -74,7 +74,7 @@ DATA = st.one_of(
 
 
 def attack(address, examples: int, timeout_s: float):
-    @hypothesis.settings(deadline=None, max_examples=examples, database=None)
+    @hypothesis.settings(max_examples=examples, database=None)
     @hypothesis.given(DATA, st.booleans())
     def send(data, is_ended):
         received = exchange(address, data, is_ended=is_ended, timeout_s=timeout_s)

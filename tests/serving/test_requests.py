@@ -241,7 +241,7 @@ BODIES = st.one_of(
 )
 
 
-@hypothesis.settings(deadline=None, max_examples=300)
+@hypothesis.settings(max_examples=300)
 @hypothesis.given(BODIES)
 def test_whatever_is_sent_is_read_or_refused(body):
     """And what is read can be answered."""

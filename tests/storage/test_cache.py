@@ -44,14 +44,14 @@ def hits_of_library(cache, keys) -> list[bool]:
 
 
 @given(SEQUENCES, CAPACITIES)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_lru_is_that_of_cachetools(keys, capacity):
     expected = hits_of_library(cachetools.LRUCache(capacity), keys)
     assert hits_of(LRU(1, NUM_KEYS), capacity, keys) == expected
 
 
 @given(SEQUENCES, CAPACITIES)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_lfu_is_that_of_cachetools_until_an_evicted_key_returns(keys, capacity):
     """From there on they differ: cachetools forgets the count of what it evicts."""
     library = cachetools.LFUCache(capacity)
@@ -158,13 +158,13 @@ def most_hits(keys, capacity) -> int:
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=14), st.integers(1, 4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_belady_is_the_best_of_all_evictions(keys, capacity):
     assert belady(keys, capacity).sum() == most_hits(tuple(keys), capacity)
 
 
 @given(SEQUENCES, CAPACITIES, st.sampled_from(["lru", "decayed_lfu", "next_use"]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_no_policy_passes_the_bound(keys, capacity, name):
     hits = hits_of(make_policy(name, 1, NUM_KEYS, 1), capacity, keys)
     assert sum(hits) <= belady(keys, capacity).sum()
@@ -244,7 +244,7 @@ OPERATIONS = st.lists(
 
 
 @given(OPERATIONS, CAPACITIES, st.sampled_from(["lru", "decayed_lfu", "next_use"]))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_room_and_changes_are_kept_whatever_is_requested(operations, capacity, name):
     store = DelayedStore()
     cached = CachedStore(store, Cache(capacity, make_policy(name, 2, NUM_KEYS // 2, 1)))

@@ -80,7 +80,7 @@ def test_any_byte_of_a_parquet_file(tmp_path):
 
 
 # The same examples in every run; more of them, at random, by hand.
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(TABLES, st.data())
 def test_rows_are_exact_or_refused(tmp_path_factory, rows, data):
     folder = tmp_path_factory.getbasetemp()
@@ -120,7 +120,7 @@ def test_rows_are_exact_or_refused(tmp_path_factory, rows, data):
         assert read(path, "".join(extra).encode()) is None
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @given(st.data())
 def test_each_text_of_a_folder_is_read_once(tmp_path_factory, data):
     root = tmp_path_factory.mktemp("folder")

@@ -213,3 +213,14 @@ def test_one_document_cannot_be_split():
         "it holds 1 distinct documents and a split into train and validation needs at least 2"
     ):
         held_out([b"12345678"] * 2)
+
+
+def test_unreadable_names_file(tmp_path):
+    cut_off = tmp_path / "cut_off.gz"
+    cut_off.write_bytes(gzip.compress(b"text" * 100)[:-12])
+    with refused(f"{cut_off} cannot be read: it ends before its end marker"):
+        list(read_lines(cut_off))
+    not_packed = tmp_path / "not_packed.gz"
+    not_packed.write_bytes(b"text")
+    with refused(f"{not_packed} cannot be read: <any>incorrect header"):
+        list(read_lines(not_packed))
