@@ -265,18 +265,28 @@ def _gathered(workload: Workload, layout: Layout) -> float:
     return min(total, 3 * largest)
 
 
+# Of what a layer sends, and of its slots, a compiled step of a v5e has as many at once: on the
+# way there and, as gradients, back.
+_SENT_AT_ONCE, _SLOTS_AT_ONCE = 3, 4
+
+
 def _copies(workload: Workload, layout: Layout) -> float:
-    """Bytes of the slots for copies, or for experts of a device's tasks, and of what is sent
-    there: compilers have those of all layers at once, as they wait for parameters alone."""
-    model = workload.model
-    return sum(
-        each.num_bytes * model.num_sparse_layers_of(stack) / layout.pipe
-        for stack in workload.stacks
-        if model.num_sparse_layers_of(stack)
-        for each in bank_collectives(
-            sparse_layer(workload, layout, stack), layout, layout.rules
+    """Bytes of the slots for copies, or for experts of a device's tasks.
+
+    They are kept for the backward pass in the products' dtype; one layer's are on their way.
+    """
+    kept = on_their_way = 0.0
+    for stack in workload.stacks:
+        layers = workload.model.num_sparse_layers_of(stack) / layout.pipe
+        layer = layers and sparse_layer(workload, layout, stack)
+        travelling = bank_collectives(layer, layout, layout.rules) if layers else []
+        sent, slots = (
+            sum(each.num_bytes for each in travelling if each.phase == phase)
+            for phase in ("forward", "backward")
         )
-    )
+        kept += layers * slots * workload.activation_bytes / workload.param_bytes
+        on_their_way = max(on_their_way, _SENT_AT_ONCE * sent + _SLOTS_AT_ONCE * slots)
+    return kept + on_their_way
 
 
 def _rounded(workload: Workload, layout: Layout) -> float:

@@ -217,14 +217,17 @@ def test_shared_experts_keep_hidden_values_of_all_tokens():
 
 
 def test_experts_with_copies_are_in_slots_and_on_their_way_there():
-    """8 experts and 8 copies on 4 devices: 4 slots each, and at most 10 of its own 2 sent."""
+    """8 experts and 8 copies on 4 devices: 4 slots each, and at most 10 of its own 2 sent.
+
+    Slots of both layers are kept; one layer's travel.
+    """
     copied = dataclasses.replace(SPARSE, switch=dataclasses.replace(SWITCH, num_replicas=8))
     layout = Layout(expert=4, dispatcher="all_to_all")
     expert = 2 * 64 * 128 * 4
-    for of, experts in ((SPARSE, 0), (copied, 2 * (4 + 10))):  # in each of two layers
-        assert memory_use(make_workload(of), layout).gathered == experts * expert
+    for model, experts in ((SPARSE, 0), (copied, 2 * 4 + 3 * 10 + 4 * 4)):
+        assert memory_use(make_workload(model), layout).gathered == experts * expert
     # Copies have blocks of as many rows: of 4 groups 2 rows each, with all that gelu keeps.
-    own, both = (memory_use(make_workload(of), layout) for of in (SPARSE, copied))
+    own, both = (memory_use(make_workload(each), layout) for each in (SPARSE, copied))
     rows = 4 * 8 * 2
     assert both.activations - own.activations == 2 * rows * (2 * 64 + 7 * 128) * 4
 
