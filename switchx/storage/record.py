@@ -19,6 +19,7 @@ a file in a snapshot's manifest would tell nothing.
 import dataclasses
 import json
 import math
+import operator
 import struct
 import zlib
 from collections.abc import Mapping
@@ -116,14 +117,22 @@ class StoreLayout:
 
     @classmethod
     def from_described(cls, description: Mapping[str, Any]) -> "StoreLayout":
-        """The inverse of `described`."""
-        layers = {
-            layer: {
-                name: ArrayType(tuple(shape), dtype) for name, (dtype, shape) in arrays.items()
+        """The inverse of `described`.
+
+        Raises:
+            ValueError: it is none of a layout, a clause that begins with "it".
+        """
+        try:
+            layers = {
+                layer: {
+                    name: ArrayType(tuple(map(operator.index, shape)), np.dtype(dtype).name)
+                    for name, (dtype, shape) in arrays.items()
+                }
+                for layer, arrays in description["layers"].items()
             }
-            for layer, arrays in description["layers"].items()
-        }
-        return cls(layers, description["num_experts"])
+            return cls(layers, operator.index(description["num_experts"]))
+        except (LookupError, TypeError, AttributeError):
+            raise ValueError("its manifest describes no layout of records") from None
 
 
 def types_of(arrays: Mapping[str, np.ndarray]) -> dict[str, ArrayType]:
