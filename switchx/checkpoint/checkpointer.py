@@ -39,6 +39,7 @@ from switchx.checkpoint.manifest import (
     find_damage,
     numbers_of,
     read_manifest,
+    scores_by,
     write_manifest,
 )
 from switchx.checkpoint.parts import ChecksummedArrays, DamagedCheckpoint, SaveArrays
@@ -132,7 +133,8 @@ class Checkpointer:
                     set_aside(path, damage)
         multihost_utils.sync_global_devices("switchx_checkpoints_opened")
         manifests = map(read_manifest, checkpoint_paths(self._folder))
-        self._scores = retention.scores(manifests)
+        # By this retention's metric, whichever they were saved with.
+        self._scores = scores_by(retention.best_metric, retention.mode, manifests)
         self._preservation = Preservation(self._retention, self._scores)
         registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
         every_process = ocp.options.MultiprocessingOptions(primary_host=None)

@@ -84,11 +84,30 @@ def num_updates(state: Tree) -> int:
     return max(counts, default=int(leaves["step"]) - int(leaves["skipped"]))
 
 
+def _of_what_stays(read):
+    """`read` of a checkpoint's path, which says where the checkpoint was deleted meanwhile."""
+
+    @functools.wraps(read)
+    def reading(path: Folder, *arguments):
+        try:
+            return read(path, *arguments)
+        except (ValueError, OSError) as error:
+            if path.is_dir():
+                raise
+            raise ValueError(
+                f"checkpoint {path} was deleted while it was read, as a run that trains keeps "
+                "the newest and the best; run the same command again, or give a step that stays"
+            ) from error
+
+    return reading
+
+
 def items_of(path: Folder) -> list[str]:
     """Which of the items of arrays a checkpoint has: a converted model's has parameters."""
     return [item for item in ("params", "train_state", "average") if (path / item).is_dir()]
 
 
+@_of_what_stays
 def stored_items(path: Folder) -> dict[str, Tree]:
     """Orbax' description of each array: `shape`, `dtype`, and `sharding` when it was saved.
 
@@ -170,6 +189,7 @@ def _read_records(path: Folder, names: set[str]) -> dict[str, np.ndarray]:
     return arrays
 
 
+@_of_what_stays
 def read_items(path: Folder, targets: dict[str, Tree | None]) -> dict[str, Tree]:
     """Reads items of a checkpoint on any mesh, whichever mesh saved it.
 
@@ -239,6 +259,7 @@ class StoredArray:
 _TOGETHER_BYTES = 1 << 25  # small arrays are read together: each read opens the checkpoint
 
 
+@_of_what_stays
 def stored_arrays(path: Folder, targets: dict[str, Any]) -> dict[str, StoredArray]:
     """All arrays of a checkpoint's parameters, by their names in its items.
 
@@ -275,6 +296,7 @@ def stored_arrays(path: Folder, targets: dict[str, Any]) -> dict[str, StoredArra
     }
 
 
+@_of_what_stays
 def read_leaves(path: Folder, targets: dict[str, Any]) -> dict[str, jax.Array]:
     """Some arrays of a checkpoint, by their names in its items, and nothing else of it.
 

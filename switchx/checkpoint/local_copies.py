@@ -167,17 +167,19 @@ class LocalCopies:
         folder = self._folder / str(step)
         try:
             content = read_manifest(folder, _MANIFEST, _CHECKSUM)
+            if (content["run"], content["step"]) != (self._run, step):
+                return "it is of another run"
+            leaves, arrays = named_leaves(like), content["arrays"]
+            if leaves.keys() != arrays.keys():
+                return "it has other arrays"
+            for name, leaf in leaves.items():
+                held = {_key(bounds) for bounds, _, _ in arrays[name]["parts"]}
+                if arrays[name]["dtype"] != str(leaf.dtype) or not held >= _wanted(leaf):
+                    return f"its array {name} is of another shape, dtype or mesh"
         except (OSError, ValueError) as error:
             return str(error)
-        if (content["run"], content["step"]) != (self._run, step):
-            return "it is of another run"
-        leaves, arrays = named_leaves(like), content["arrays"]
-        if leaves.keys() != arrays.keys():
-            return "it has other arrays"
-        for name, leaf in leaves.items():
-            held = {_key(bounds) for bounds, _, _ in arrays[name]["parts"]}
-            if arrays[name]["dtype"] != str(leaf.dtype) or not held >= _wanted(leaf):
-                return f"its array {name} is of another shape, dtype or mesh"
+        except (LookupError, TypeError, AttributeError):
+            return f"its {_MANIFEST} is damaged"
         return next(damages(folder, content["files"], None), None)
 
     def _write(self, step: int, arrays: dict, header: dict, begun: float) -> None:

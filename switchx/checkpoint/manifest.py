@@ -128,7 +128,10 @@ def read_manifest(folder: Folder) -> Manifest:
     names = [field.name for field in dataclasses.fields(Manifest) if field.name in content]
     try:
         manifest = Manifest(**{name: content[name] for name in names})
-    except TypeError:
+        numbers = [manifest.score or 0, *manifest.metrics.values()]
+        if not all(isinstance(number, Real) for number in numbers):
+            raise TypeError
+    except (TypeError, AttributeError):
         raise ValueError(f"its {MANIFEST} is damaged") from None
     if str(manifest.step) != folder.name:
         raise ValueError(f"its {MANIFEST} is of step {manifest.step}")

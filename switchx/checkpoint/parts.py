@@ -293,17 +293,18 @@ def read_lists(item: Folder) -> tuple[dict[str, ListedArray], dict[str, int]]:
     for name in list_names(item):
         try:
             content = read_manifest(item / LISTS, name, _LIST_CHECKSUM)
-        except ValueError:
+            files |= content["files"]
+            for array, each in content["arrays"].items():
+                listed = ListedArray(tuple(each["shape"]), each["dtype"], [])
+                listed = arrays.setdefault(array, listed)
+                listed.parts.extend(
+                    (tuple(slice(*map(int, bounds)) for bounds in index), crc)
+                    for index, crc in each["parts"]
+                )
+        except (ValueError, LookupError, TypeError, AttributeError):
             raise DamagedCheckpoint(
                 item.parent, f"its file {item.name}/{LISTS}/{name} is damaged"
             ) from None
-        files |= content["files"]
-        for array, each in content["arrays"].items():
-            listed = ListedArray(tuple(each["shape"]), each["dtype"], [])
-            listed = arrays.setdefault(array, listed)
-            listed.parts.extend(
-                (tuple(slice(*bounds) for bounds in index), crc) for index, crc in each["parts"]
-            )
     return arrays, files
 
 

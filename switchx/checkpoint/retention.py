@@ -10,7 +10,7 @@ import math
 import os
 import pathlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -18,13 +18,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from switchx.checkpoint.manifest import (
-    MANIFEST,
-    Manifest,
-    numbers_of,
-    read_manifest,
-    scores_by,
-)
+from switchx.checkpoint.manifest import MANIFEST, numbers_of, read_manifest
 from switchx.checkpoint.parts import ChecksummedArrays
 from switchx.checkpoint.restore import checkpoint_paths, choose_step
 from switchx.checkpoint.run_folder import RunFolder
@@ -112,11 +106,6 @@ class Retention:
         """`best_mode`, or what it is by default."""
         is_cost = self.best_metric.rpartition("/")[2] in COSTS
         return self.best_mode or ("min" if is_cost else "max")
-
-    def scores(self, manifests: Iterable[Manifest]) -> dict[int, float]:
-        """Scores of existing checkpoints, by step: this retention's scores, whichever retention
-        they were saved with."""
-        return scores_by(self.best_metric, self.mode, manifests)
 
 
 @dataclasses.dataclass

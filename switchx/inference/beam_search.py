@@ -17,6 +17,7 @@ from switchx.inference.config import DecodingProgram
 from switchx.inference.logits_processors import EARLY_STOPPING, Rows, lengthened
 from switchx.inference.sampling import (
     BLOCK,
+    Greedy,
     LogProbs,
     ancestors_seen,
     largest,
@@ -80,9 +81,9 @@ class Beams:
         """T, also that of the ring."""
         return self.ancestor_BLT.shape[2]
 
-    def number_B(self, num_steps_B):
-        """New tokens after so many steps."""
-        return num_steps_B
+    # A step is a token, as in `Greedy`.
+    number_B = Greedy.number_B
+    number_BTL = Greedy.number_BTL
 
     def lanes_of(self, position_B):
         """Positions `[B, L]` of the tokens that a step reads, which are all the same."""
@@ -91,11 +92,6 @@ class Beams:
     def sees_BLTL(self, behind_T):
         """Which lanes of each step in the ring a lane attends to; see `ancestors_seen`."""
         return ancestors_seen(self.ancestor_BLT)
-
-    @property
-    def number_BTL(self):
-        """Number of tokens before each lane in the ring; None where a step is a token."""
-        return None
 
     def begun_at(self, place) -> "Beams":
         """A copy whose first token is written at another place of the ring."""

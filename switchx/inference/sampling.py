@@ -82,17 +82,26 @@ def drawn(logits_BV, least_B, uniform_B):
     logits_BV = jnp.pad(logits_BV, padding, constant_values=-jnp.inf)
     weight_BV = _weights(logits_BV, jnp.max(logits_BV, axis=1), least_B)
     weight_BCX = weight_BV.reshape(B, -1, BLOCK)
-    end_BC = jnp.cumsum(jnp.sum(weight_BCX, axis=2), axis=1)
-    # Less than the sum of all, as the number is less than 1.
+    sum_BC = jnp.sum(weight_BCX, axis=2)
+    end_BC = jnp.cumsum(sum_BC, axis=1)
     point_B = uniform_B * end_BC[:, -1]
-    block_B = jnp.sum(end_BC <= point_B[:, None], axis=1, dtype=jnp.int32)
+    block_B = _place_of(point_B, sum_BC, end_BC)
     weight_BX = jnp.take_along_axis(weight_BCX, block_B[:, None, None], axis=1)[:, 0]
     begin_B = jnp.take_along_axis(jnp.pad(end_BC, ((0, 0), (1, 0))), block_B[:, None], axis=1)
-    is_before_BX = jnp.cumsum(weight_BX, axis=1) <= point_B[:, None] - begin_B
-    place_B = jnp.sum(is_before_BX, axis=1, dtype=jnp.int32)
-    # Sums of a block in another order may be a little less than its part of `end_BC`.
-    last_B = BLOCK - 1 - jnp.argmax(weight_BX[:, ::-1] > 0, axis=1).astype(jnp.int32)
-    return block_B * BLOCK + jnp.minimum(place_B, last_B)
+    point_B = point_B - begin_B[:, 0]
+    return block_B * BLOCK + _place_of(point_B, weight_BX, jnp.cumsum(weight_BX, axis=1))
+
+
+def _place_of(point_B, weight_BX, end_BX):
+    """The first place with weight whose end is behind the point, else the last one with weight.
+
+    Compilers fuse products into sums: the point may lie before its block, or behind it.
+    """
+    has_weight_BX = weight_BX > 0
+    is_behind_BX = has_weight_BX & (end_BX > point_B[:, None])
+    last_B = weight_BX.shape[1] - 1 - jnp.argmax(has_weight_BX[:, ::-1], axis=1)
+    first_B = jnp.argmax(is_behind_BX, axis=1)
+    return jnp.where(jnp.any(is_behind_BX, axis=1), first_B, last_B).astype(jnp.int32)
 
 
 def least_likely(logits_BV, top_k_B, top_p_B):

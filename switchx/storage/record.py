@@ -19,6 +19,7 @@ a file in a snapshot's manifest would tell nothing.
 import dataclasses
 import json
 import math
+import operator
 import struct
 import zlib
 from collections.abc import Mapping
@@ -116,14 +117,22 @@ class StoreLayout:
 
     @classmethod
     def from_described(cls, description: Mapping[str, Any]) -> "StoreLayout":
-        """The inverse of `described`."""
-        layers = {
-            layer: {
-                name: ArrayType(tuple(shape), dtype) for name, (dtype, shape) in arrays.items()
+        """The inverse of `described`.
+
+        Raises:
+            ValueError: it is none of a layout, a clause that begins with "it".
+        """
+        try:
+            layers = {
+                layer: {
+                    name: ArrayType(tuple(map(operator.index, shape)), np.dtype(dtype).name)
+                    for name, (dtype, shape) in arrays.items()
+                }
+                for layer, arrays in description["layers"].items()
             }
-            for layer, arrays in description["layers"].items()
-        }
-        return cls(layers, description["num_experts"])
+            return cls(layers, operator.index(description["num_experts"]))
+        except (LookupError, TypeError, AttributeError):
+            raise ValueError("its manifest describes no layout of records") from None
 
 
 def types_of(arrays: Mapping[str, np.ndarray]) -> dict[str, ArrayType]:
@@ -168,20 +177,24 @@ def decode(data: bytes, name: str) -> Record:
 
     Raises:
         RecordError: the bytes are not the whole record of this name. The message is a clause
-            that begins with "it".
+            that begins with "it" or "its".
     """
-    header_bytes = _check_bytes(data)
-    begin = _FIRST.size + header_bytes
-    content = json.loads(data[_FIRST.size : begin])
-    if content["name"] != name:
-        raise RecordError(f"it is the record of {content['name']!r}, not of {name!r}")
+    begin = _FIRST.size + _check_bytes(data)
     arrays, at = {}, begin
-    for array_name, dtype, shape in content["arrays"]:
-        at += -(at - begin) % _ALIGNMENT
-        array = np.frombuffer(data, np.dtype(dtype), math.prod(shape), at)
-        arrays[array_name] = array.reshape(shape)
-        at += array.nbytes
-    return Record(arrays, content["updates"])
+    try:
+        content = json.loads(data[_FIRST.size : begin])
+        found = content["name"]
+        record = Record(arrays, content["updates"])
+        for array_name, dtype, shape in content["arrays"]:
+            at += -(at - begin) % _ALIGNMENT
+            array = np.frombuffer(data, np.dtype(dtype), math.prod(shape), at)
+            arrays[array_name] = array.reshape(shape)
+            at += array.nbytes
+    except (ValueError, LookupError, TypeError):
+        raise RecordError("its header describes no record") from None
+    if found != name:
+        raise RecordError(f"it is the record of {found!r}, not of {name!r}")
+    return record
 
 
 def file_crc32(data: bytes) -> int:

@@ -137,9 +137,9 @@ class Snapshot:
         for part in parts_of(self._folder):
             try:
                 manifest = read_manifest(part, MANIFEST, "crc32")
+                layouts.append(StoreLayout.from_described(manifest))
             except ValueError as error:
                 raise RecordError(f"snapshot {part}: {error}; {_WAY_OUT}") from None
-            layouts.append(StoreLayout.from_described(manifest))
             for name, file in manifest["files"].items():
                 self._paths[name] = part / name
                 self.files[str((part / name).relative_to(self._folder))] = file

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from switchx import whole_folders
 from switchx.checkpoint.local_copies import LocalCopies
 from switchx.checkpoint.parts import DamagedCheckpoint
 from switchx.checkpoint.run_folder import RunFolder
@@ -97,7 +98,12 @@ def test_what_does_not_fit_is_not_taken(copies, run, tmp_path):
         {"params": state_of(0)["params"]},
     ):
         assert copies.newest(other) is None
-    (files_of(tmp_path, 2) / "manifest.json").unlink()  # as one that was not finished
+    content = {"files": {}, "run": run.identity.read_text(), "step": 2}  # of another form
+    checksum = whole_folders.checksum_of(content, "crc32")
+    whole = files_of(tmp_path, 2) / "manifest.json"
+    whole.write_text(json.dumps(content | {"crc32": checksum}))
+    assert copies.newest(state_of(0)) == 1
+    whole.unlink()  # as one that was not finished
     assert copies.newest(state_of(0)) == 1
     copies.forget(lambda step: step == 1)
     assert copies.newest(state_of(0)) is None

@@ -83,10 +83,8 @@ def test_parts_are_compared_on_the_mesh_that_saved_them_and_on_fewer_devices(mes
     path = run.checkpoints / "1"
     (name,) = (path / "params" / parts.LISTS).glob("*.json")
     content = json.loads(name.read_text())
-    del content["crc32"]
     content["arrays"]["w"]["parts"][-1][1] ^= 1  # as if a value had changed on its way
-    content["crc32"] = whole_folders.checksum_of(content, "crc32")
-    name.write_text(json.dumps(content))
+    write_checked(name, content)
     for spec, is_held in ((jax.P("data"), True), (jax.P(), True), (jax.P(None, "data"), False)):
         sharding = jax.NamedSharding(mesh, spec)
         target = {"w": jax.ShapeDtypeStruct((16, 64), jnp.float32, sharding=sharding)}
@@ -95,6 +93,36 @@ def test_parts_are_compared_on_the_mesh_that_saved_them_and_on_fewer_devices(mes
                 read_items(path, {"params": target})
         else:
             read_items(path, {"params": target})
+
+
+def write_checked(path, content: dict) -> None:
+    """Writes a manifest or a list whose checksum fits, whatever it says."""
+    content = {name: value for name, value in content.items() if name != "crc32"}
+    checksum = whole_folders.checksum_of(content, "crc32")
+    path.write_text(json.dumps(content | {"crc32": checksum}))
+
+
+@pytest.mark.parametrize(
+    "change", [{"metrics": [1]}, {"metrics": {"loss": "low"}}, {"score": "low"}]
+)
+def test_a_manifest_of_another_form_is_damaged_whatever_its_checksum(tmp_path, change):
+    with Checkpointer(RunFolder(tmp_path), Retention()) as checkpointer:
+        checkpointer.save(1, filled_state(1))
+    path = tmp_path / "checkpoints" / "1"
+    content = json.loads((path / "manifest.json").read_text())
+    write_checked(path / "manifest.json", content | change)
+    assert manifest.find_damage(path) == "its manifest.json is damaged"
+
+
+@pytest.mark.parametrize(
+    "arrays", [None, {"w": {"shape": [1]}}, {"w": {"shape": [], "dtype": "", "parts": [1]}}]
+)
+def test_a_list_of_another_form_is_damaged_whatever_its_checksum(tmp_path, arrays):
+    (tmp_path / parts.LISTS).mkdir()
+    content = {"files": {}, "arrays": arrays}
+    write_checked(tmp_path / parts.LISTS / "process_0_of_1.json", content)
+    with pytest.raises(parts.DamagedCheckpoint, match="process_0_of_1.json is damaged"):
+        parts.read_lists(tmp_path)
 
 
 def test_a_list_that_a_process_did_not_write_is_missed(tmp_path):

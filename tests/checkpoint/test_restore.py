@@ -14,6 +14,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from switchx import tree
+from switchx.checkpoint import items
 from switchx.checkpoint.checkpointer import Checkpointer, Retention
 from switchx.checkpoint.restore import choose_step, restore_params
 from switchx.checkpoint.run_folder import RunFolder
@@ -92,6 +93,23 @@ def test_damaged_checkpoints_are_skipped_by_readers_and_stay_where_they_are(tmp_
     with pytest.raises(ValueError, match=f"no complete checkpoint of step 30 in .*: {found}"):
         restore_params(tmp_path, 30)
     assert sorted(path.name for path in folder.iterdir()) == ["10", "20", "30"]
+
+
+@pytest.mark.parametrize("name", ["_described", "_require_files_unchanged"])
+def test_a_checkpoint_that_its_run_deletes_meanwhile_is_not_called_damaged(
+    tmp_path, monkeypatch, name
+):
+    with Checkpointer(RunFolder(tmp_path), Retention()) as checkpointer:
+        checkpointer.save(10, filled_state(10))
+    read = getattr(items, name)
+
+    def too_late(path, *arguments):
+        path.rename(tmp_path / "expired")
+        return read(path, *arguments)
+
+    monkeypatch.setattr(items, name, too_late)
+    with pytest.raises(ValueError, match="checkpoint .*10 was deleted while it was read"):
+        restore_params(tmp_path)
 
 
 def test_folder_without_a_checkpoint_says_what_was_found(tmp_path):

@@ -6,6 +6,7 @@ import pytest
 
 from switchx.checkpoint.restore import restore_params
 from switchx.checkpoint.run_folder import RunFolder
+from switchx.checkpoint.verify import checkpoint_faults
 from switchx.models.params import abstract_params
 from switchx.tree import named_leaves, num_bytes, num_elements
 from tests.training.saved_runs import MODEL, save_run
@@ -62,6 +63,17 @@ def test_verify_names_every_fault_and_fails(folder, cli):
         "checkpoint", "verify", folder, "--step=6"
     )
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+def test_verify_takes_a_deletion_for_no_fault(folder, cli, monkeypatch):
+    def too_late(run, step):
+        (run.checkpoints / str(step)).rename(run.root / f"deleted_{step}")
+        return checkpoint_faults(run, step)
+
+    monkeypatch.setattr("switchx.checkpoint.verify.checkpoint_faults", too_late)
+    said = cli("checkpoint", "verify", folder, "--step=5").out
+    assert "5: deleted while it was read" in said
+    assert cli.json("checkpoint", "verify", folder, "--json")["faults"] == {}
 
 
 def test_average_writes_the_mean_as_a_run_that_loads(folder, tmp_path, cli):

@@ -196,6 +196,26 @@ def test_the_ends_of_the_unit_interval_are_tokens_that_stay():
     assert token_B.tolist() == [BLOCK + 3, BLOCK + 90]
 
 
+@pytest.mark.parametrize("num_blocks", [1, 31])
+def test_numbers_at_the_edges_of_rounded_sums_draw_tokens_that_stay(num_blocks):
+    """Where products are fused into sums, the same sum has two values a last bit apart."""
+    texts, K, V = 40, 20, 31 * BLOCK + 7
+    rng = np.random.default_rng(0)
+    logits_NV = np.full((texts, V), -np.inf, np.float32)
+    for logits_V in logits_NV:
+        logits_V[rng.choice(num_blocks * BLOCK, K, replace=False)] = rng.normal(size=K) * 2
+    edge_NV = np.cumsum(np.exp(logits_NV, dtype=np.float64), axis=1)
+    edge_NK = np.stack([np.unique(edge_V)[-K:] for edge_V in edge_NV])
+    # `jax.random.uniform` gives multiples of 2^-23.
+    number_NKX = np.round(edge_NK / edge_NK[:, -1:] * 2**23)[..., None] + np.arange(-4, 4)
+    number_B = np.clip(number_NKX, 0, 2**23 - 1).ravel().astype(np.float32) / 2**23
+    logits_BV = np.repeat(logits_NV, 8 * K, axis=0)
+    # Tests are compiled without fused multiply-add; users' programs are not.
+    fused = jax.jit(drawn, compiler_options={"xla_backend_optimization_level": 3})
+    token_B = np.asarray(fused(logits_BV, np.full(len(logits_BV), -1e9, np.float32), number_B))
+    assert np.all(np.isfinite(logits_BV[np.arange(len(token_B)), np.minimum(token_B, V - 1)]))
+
+
 def numbers(kind: str, V: int) -> np.ndarray:
     rng = np.random.default_rng(V)
     if kind == "ties":

@@ -87,6 +87,16 @@ def test_every_cut_is_found_and_says_how_much_is_there():
         decode(data + b"abc", "x")
 
 
+@pytest.mark.parametrize(
+    "said", [b"\xff ", b"[]", b'{"name": "x"}', b'{"name": 1, "updates": 0, "arrays": [1]}']
+)
+def test_a_header_of_another_form_is_no_record_whatever_its_checksum(said):
+    header = said.ljust(40)
+    data = struct.pack("<8sIIQ", b"switchxR", 1, 40, 72) + header
+    with pytest.raises(RecordError, match="its header describes no record"):
+        decode(data + b"%08x" % zlib.crc32(data), "x")
+
+
 def test_a_record_of_another_expert_or_version_is_named():
     with pytest.raises(RecordError, match="'encoder_1/00001', not of 'encoder_1/00002'"):
         decode(encode(record(0, 1), "encoder_1/00001"), "encoder_1/00002")

@@ -16,7 +16,7 @@ from switchx.storage import snapshot as snapshots
 from switchx.storage.record import ArrayType, Record, RecordError, StoreError, StoreLayout
 from switchx.storage.snapshot import MANIFEST, Snapshot, part_of, parts_of
 from switchx.storage.store import RecordStore, process_folder, remove_stores
-from switchx.whole_folders import damages, num_bytes
+from switchx.whole_folders import checksum_of, damages, num_bytes
 from tests.data.refusals import refused
 from tests.storage.stored import LAYOUT, TYPES, is_same, record
 
@@ -325,11 +325,18 @@ def cut(folder):
     change(folder / LAYOUT.name(4), lambda data: data[:-1])
 
 
+def of_no_layout(data: bytes) -> bytes:
+    """A manifest without layers, whose checksum fits."""
+    content = {"files": json.loads(data)["files"]}
+    return json.dumps(content | {"crc32": checksum_of(content, "crc32")}).encode()
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
         (lambda folder: shutil.rmtree(folder), "has no manifest.json"),
         (lambda folder: change(folder / MANIFEST, flipped), "manifest.json is damaged"),
+        (lambda folder: change(folder / MANIFEST, of_no_layout), "describes no layout"),
         (lambda folder: (folder / LAYOUT.name(4)).unlink(), "decoder_3/00001 is missing"),
         (cut, "decoder_3/00001 has .* bytes, not"),
     ],
