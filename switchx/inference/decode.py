@@ -6,12 +6,12 @@ sentence's row of the cache: the prompt's P places, then a ring of T places per 
 all rows write to the same place, the step number modulo T. A write is thus one contiguous
 update, and a place lies equally far behind in all rows. Only the step in which a row began
 differs between rows; masks, positions and samples depend on it. A mask (a beam's ancestors)
-says whose places the beam may see, so beams are never moved or copied. Drafts
-(prompt_lookup.py) are read beside the newest token, as beams are; each row then has positions
-of its own, since rows advance by different numbers of tokens.
-Iteration-level scheduling is Yu et al.'s (Orca, OSDI 2022). Pruning has two levels
-(Kim et al. 2022, arXiv:2211.10017, section 3.5): finished sentences take part in no Switch
-layer, and the loop ends as soon as the unfinished ones fit the next smaller batch.
+says whose places a beam may see, so beams are never moved or copied. Drafts (prompt_lookup.py)
+are read beside the newest token, as beams are; rows then have positions of their own, since
+they advance by different numbers of tokens. Iteration-level scheduling is Yu et al.'s (Orca,
+OSDI 2022). Pruning has two levels (Kim et al. 2022, arXiv:2211.10017, section 3.5): finished
+sentences take part in no Switch layer, and the loop ends as soon as the unfinished ones fit the
+next smaller batch.
 Dims: B batch, L lanes (beams, or the newest token and its drafts), M places that attention
 reads, P prompt, T new tokens, H heads, K head size, D model, V vocabulary
 """

@@ -135,7 +135,7 @@ def attend_by_cudnn(
     """`attend` by cuDNN's flash attention, which keeps no scores for its backward pass.
 
     It is a path for one platform, not measured yet; the default is `attend` (docs/compiled.md).
-    JAX asks for the gradient of a mask as for that of a bias, at a workspace of `[B, H, L, M]`.
+    JAX asks for a mask's gradient as for a bias's, which costs a workspace `[B, H, L, M]`.
 
     Raises:
         ValueError: cuDNN's attention cannot run here, or not on these arrays.

@@ -30,8 +30,7 @@ class RotaryConfig:
             `factor`), `yarn` or `llama3` (those of wavelengths that are long compared to
             `original_length`).
         factor: divisor of the frequencies.
-        original_length: length in tokens of the texts before the scaling; required by yarn and
-            llama3.
+        original_length: length in tokens of texts before scaling; required by yarn and llama3.
         low_frequency, high_frequency: turns within `original_length` (llama3): frequencies
             that turn less than the first are divided, those that turn more than the second
             are not.

@@ -36,7 +36,7 @@ from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params
 from switchx.models.unroll import scanned_blocks
 
-# Weights by the layer they belong to; patterns match whole paths.
+# Weights by the kind of layer they belong to; patterns match whole paths.
 TARGETS = {
     "attention": r".*attention/w_(query|key|value|out)_\w+",
     "dense_ffn": r".*/(ffn|shared_expert)/w_(in|gate|out)_(DF|FD)",

@@ -134,8 +134,8 @@ class ModelConfig:
         dropout_rate: dropout rate of embeddings, attention weights and each sub-layer's output.
         training_attention: implementation of attention, in training steps only: `einsum`;
             `cudnn`, flash attention on NVIDIA GPUs; `splash`, the same on TPUs, of decoder-only
-            models without positional biases and bidirectional inputs; or `auto`, the device's
-            flash attention where attention is of that kind, else einsum (docs/compiled.md).
+            models without positional biases and without bidirectional inputs; or `auto`, flash
+            attention of the device where attention is such, else einsum (docs/compiled.md).
         scan_layers: whether one `lax.scan` runs over the repeated blocks, with parameters
             stacked over N; otherwise the blocks are unrolled.
         remat: activations that the backward pass recomputes: `none`, `minimal` (all but matmul

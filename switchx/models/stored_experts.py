@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experts by the names of their parameters; whether they can be in host memory or on a disk.
 
-The other settings that a job must not have then are in `training/offload/exclusions.py`.
+The other settings of a job that exclude this are in `training/offload/exclusions.py`.
 """
 
 from collections.abc import Mapping

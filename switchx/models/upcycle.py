@@ -134,7 +134,7 @@ def upcycle(
 def _scale_of_shards(config: ModelConfig, kind: str, shards: int) -> float:
     """The factor of a matrix or bias of the FFN where gates are 1 / shards.
 
-    Its root goes to `w_out` and to weights in which hidden units are linear (none with GELU).
+    Its root goes to `w_out` and to weights that hidden units are linear in: none in plain GELU.
     """
     linear = (
         ("w_gate",) if config.is_gated else ("w_in", "b_in") * (config.activation == "relu")

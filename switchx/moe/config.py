@@ -373,15 +373,15 @@ class SwitchConfig:
         min_capacity: minimum number of slots of an expert.
         expert_capacity: slots that an expert has for each row of a batch, whatever the row's
             length, with rows routed separately, as in Hugging Face; the factors,
-            `min_capacity` and `group_size` then do not count. None uses factor and group.
+            `min_capacity` and `group_size` are then ignored. None uses factor and group.
         capacity_rounding: `up` (with a factor of 1, perfectly balanced tokens all have a
             slot), `down` (Mesh-TensorFlow) or `nearest`, halves to the even number
             (flaxformer).
         group_size: largest number of tokens routed together; groups never depend on devices.
         d_ff: F of an expert; None takes the model's.
-        shared_d_ff: F of a dense FFN that every token passes besides its expert (a residual
-            or shared expert: Rajbhandari et al. 2022, arXiv:2201.05596; Dai et al. 2024,
-            arXiv:2401.06066); None for no such FFN.
+        shared_d_ff: F of a dense FFN that every token passes through besides its expert (a
+            residual or shared expert: Rajbhandari et al. 2022, arXiv:2201.05596; Dai et al.
+            2024, arXiv:2401.06066); None for no such FFN.
         shared_gate: whether the shared expert's output is multiplied by sigmoid(x g) of a
             vector g `[D]` (Qwen1.5-MoE).
         expert_dropout_rate: dropout inside the experts (section 2.4, Table 4); None takes

@@ -6,7 +6,7 @@ all but the experts: `((r".*/experts/.*", 0.0),)`. Rules are ordered pairs of a 
 expression, which has to match a parameter's whole path, and a number; the first that matches
 decides, and a parameter that none matches has 1. Paths name layers as in an unrolled model,
 even if layers are stacked, so that a run means the same when `scan_layers` changes. A frozen
-parameter keeps its bits: no decay, no rounding. It has no state, and its gradient is in no norm.
+parameter keeps its bits: no decay, no rounding. It has no state; its gradient is in no norm.
 """
 
 import re
