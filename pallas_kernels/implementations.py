@@ -61,7 +61,7 @@ def choose(
         if (reason := reason_against(name)) is None:
             return _module(op, name)
         reasons.append(f"{name}: {reason}")
-    if device.platform != "cpu":  # which always runs the reference
+    if device.platform != "cpu":  # where the reference is meant to run
         warn_once(
             f"{op} runs without its kernel, by jax.lax.ragged_dot, which XLA may compute with "
             f"every expert's matrix for every row: "

@@ -3,7 +3,7 @@
 by the product itself.
 
 XLA takes five kernels for `tile_schedule.row_tiles`, each of which waits for the previous one,
-together about as long as a small product. Here one block goes through the experts once, with
+about as long as a small product. Here one block goes through the experts once, with
 the running sums as scalars, while each of its threads holds tiles and notes whose rows they
 cover. All products of a layer with many rows, and of its gradient, share one schedule: equal
 calls within a program are one kernel, which XLA runs once. One with few rows makes its own.

@@ -244,7 +244,7 @@ def copied_bytes_of_gradient(group_sizes_E, *, walk: GradientWalk, num_rows: int
 
 
 def heights(tiling: Tiling) -> list[int]:
-    """Numbers of rows that a tile may be multiplied as: the fewest that hold its group's.
+    """Numbers of rows to multiply a tile as, its own last: the fewest that hold its group's.
 
     The last tile of most groups holds few rows. With sums in parts all tiles are whole.
     """

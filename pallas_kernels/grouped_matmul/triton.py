@@ -223,7 +223,7 @@ def _run(body, operands, results, grid, tiling: Tiling, interpret: bool, name: s
     """The results of a kernel, on a GPU or interpreted; the sizes of the groups come first.
 
     The interpreter moves a tile that reaches out of bounds, masked or not: its arrays are
-    longer by the size of the largest tile.
+    longer by the longest side of a tile.
     """
     sizes_E, *arrays = operands
     shapes = [shape for shape, _ in results]

@@ -67,7 +67,7 @@ def quantize(
 
 
 def name_of(dtype) -> str:
-    """The name of a dtype or a name; for anything else its text, which callers refuse."""
+    """The name of a dtype, which may be given by name; else its text, which callers refuse."""
     try:
         return dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
     except TypeError:

@@ -134,7 +134,7 @@ def with_vocabulary_of(run: RunFolder, job: TrainingJob) -> TrainingJob:
     """
     saved, mixture = load_vocabulary(run.root), as_mixture(job.source)
     evaluated = mixture.evaluation or ()
-    unlike = []  # no set: vocabularies may have lists, and are then not hashable
+    unlike = []  # not a set: vocabularies may have lists, and are then not hashable
     for task in (*mixture.tasks, *evaluated):
         unlike += [task.vocabulary] * (task.vocabulary not in unlike)
     for here in unlike:
