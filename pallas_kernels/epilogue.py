@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is done to the float32 sums of a product before they are rounded, and its derivative.
+"""Operations on the float32 sums of a product before they are rounded, and their derivative.
 
 With `a_r = x_r w_e` and, in a gated linear unit, `b_r = x_r v_e` (Shazeer 2020,
 arXiv:2002.05202):
@@ -9,7 +9,7 @@ arXiv:2002.05202):
 Every part is optional: without v there is no b_r, and an activation of None is the identity.
 `act(a_r + bias_e) b_r` are two halves of one product: each tile of x meets both matrices.
 Kernels apply the same functions to their accumulators that the reference applies to arrays.
-What they are given is one record, `Epilogue`, which each cuts for its copies at its launch.
+They are given one record, `Epilogue`, which each cuts for its copies at its launch.
 Dims: R rows, F outputs, E experts
 """
 
@@ -28,11 +28,11 @@ class Epilogue:
 
     Attributes:
         scales: scales of each matrix, `[E, F, G]`, a factor for each feature and group of D / G
-            channels; empty where weights are not quantized.
-        zeros: zero points of each matrix, in the scales' shape; empty where they are 0.
-        row_scale_R: a factor of each row's sums, where rows are quantized.
+            channels; empty if weights are not quantized.
+        zeros: zero points of each matrix, in the scales' shape; empty if they are 0.
+        row_scale_R: a factor of each row's sums, if rows are quantized.
         bias_EF, activation, gate_R: see `api.grouped_matmul`.
-        has_residual: whether the residual is a result, too.
+        has_residual: whether the residual is returned, too.
     """
 
     scales: tuple[jax.Array, ...] = ()
@@ -45,7 +45,7 @@ class Epilogue:
 
 
 def check_activation(activation: str | None) -> None:
-    """Raises ValueError where it is none that a kernel has."""
+    """Raises ValueError if no kernel has this activation."""
     if activation not in ACTIVATIONS:
         *others, last = (repr(name) for name in ACTIVATIONS)
         raise ValueError(
@@ -57,8 +57,8 @@ def check_activation(activation: str | None) -> None:
 def activated(activation: str | None, z, erf=jax.lax.erf):
     """`act(z)`; GELU is the tanh form, `gelu_exact` that of the normal distribution.
 
-    Of operations that the compilers of all kernels have, so none of `jax.nn`. A kernel whose
-    compiler has no error function gives its own, `erf`.
+    It uses only operations that the compilers of all kernels have, so none of `jax.nn`. If a
+    kernel's compiler has no error function, the kernel gives its own, `erf`.
     """
     match activation:
         case None:
@@ -87,7 +87,7 @@ def result_of(activation: str | None, residual, erf=jax.lax.erf):
 def finite(z, dtype):
     """A part of the residual, float32, within the range of its dtype; NaN stays NaN.
 
-    Beyond float16 it would be infinite, and the gradient of its activation no number.
+    Beyond float16 it would be infinite, and the gradient of its activation NaN.
     """
     if dtype != jnp.float16:
         return z

@@ -9,7 +9,7 @@ from types import ModuleType
 import jax
 
 REFERENCE = "reference"
-# In the order in which those of a platform are tried.
+# In the order in which a platform's kernels are tried.
 KERNELS = {"tpu": ("tpu",), "gpu": ("gpu", "triton")}
 NAMES = (REFERENCE, *(name for names in KERNELS.values() for name in names))
 HOPPER = "9.0"  # the compute capability with wgmma; later ones do not have it
@@ -22,13 +22,13 @@ def choose(
 ) -> ModuleType:
     """The module that runs `pallas_kernels.<op>`.
 
-    None is the kernel of the platform where it takes these operands, otherwise the
-    reference, which takes all; on an accelerator a warning says once why. The platform is that
-    of the abstract device that `jax.sharding.use_abstract_mesh` sets (compiling for hardware
-    that is not there), else of `jax.default_device`, else of `jax.default_backend`: it is
-    chosen while tracing, and not by `jax.lax.platform_dependent`, which would lower every
-    kernel for every platform. A function that is jitted for CPU on a machine with a GPU names
-    the reference.
+    None is the platform's kernel if it takes these operands, otherwise the reference, which
+    takes all; on an accelerator a warning says why, once. The platform is that of the abstract
+    device that `jax.sharding.use_abstract_mesh` sets (compiling for hardware that is not
+    there), else of `jax.default_device`, else of `jax.default_backend`: it is chosen while
+    tracing, and not by `jax.lax.platform_dependent`, which would lower every kernel for every
+    platform. A function that is jitted for CPU on a machine with a GPU has to name the
+    reference.
 
     Args:
         implementation: one of `NAMES`, or None.
@@ -61,7 +61,7 @@ def choose(
         if (reason := reason_against(name)) is None:
             return _module(op, name)
         reasons.append(f"{name}: {reason}")
-    if device.platform != "cpu":  # whose way the reference is
+    if device.platform != "cpu":  # where the reference is meant to run
         warn_once(
             f"{op} runs without its kernel, by jax.lax.ragged_dot, which XLA may compute with "
             f"every expert's matrix for every row: "
@@ -72,7 +72,7 @@ def choose(
 
 @functools.cache
 def warn_once(text: str) -> None:
-    """A warning that is given once in a process, whatever the filters are."""
+    """Gives a warning once per process, whatever the filters are."""
     warnings.warn(text, stacklevel=4)
 
 
@@ -87,11 +87,11 @@ class Device:
 
 
 def current_device() -> Device:
-    """The device that programs which are traced now are compiled for."""
+    """The device for which programs that are being traced are compiled."""
     abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if abstract is not None:
         kind = abstract.device_kind
-        # JAX before 0.12 does not say the platform of an abstract device.
+        # JAX before 0.12 does not give the platform of an abstract device.
         by_kind = "tpu" if "TPU" in kind else "gpu" if "NVIDIA" in kind else "cpu"
         hopper = HOPPER if any(name in kind for name in ("H100", "H200", "GH200")) else None
         return Device(getattr(abstract, "platform", None) or by_kind, kind, hopper)
@@ -122,14 +122,14 @@ def unable(name: str, device: Device) -> str | None:
 def _is_from_ampere(device: Device) -> bool:
     try:
         return device.is_nvidia and float(device.compute_capability or AMPERE) >= AMPERE
-    except ValueError:  # of no NVIDIA GPU
+    except ValueError:  # not that of an NVIDIA GPU
         return False
 
 
 def form_of_int4(platform: str | None = None) -> str:
-    """The method of `QTensor` that makes weights as quantized products of 16 bits read them.
+    """The method of `QTensor` that gives weights the form that quantized 16-bit products read.
 
-    It matters to 4 bits, and on a Hopper to 8.
+    It matters for 4 bits, and on a Hopper for 8.
 
     Args:
         platform: platform of another machine, whose GPU is a Hopper and gets values in the

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels that a traced program launches, the bytes that each copies and what it multiplies.
 
-XLA knows nothing of what a Pallas kernel reads, and the cost estimate that a kernel may give
-with itself is its author's word. Here bytes and products are counted from what the kernel
+XLA knows nothing of what a Pallas kernel reads, and the cost estimate that a kernel may supply
+is only its author's word. Here bytes and products are counted from what the kernel
 runs: its grid, its blocks and its tile schedule, for given sizes of the groups. Nothing is
 executed.
 """
@@ -32,7 +32,7 @@ class Launch:
         copied: sizes of the groups -> the bytes copied between memory and the kernel, for each
             operand and for each result.
         flops: sizes of the groups -> the FLOPs, 2 m n k for each tile that is multiplied, as a
-            whole; None where they are not counted.
+            whole; None if they are not counted.
     """
 
     name: str
@@ -47,7 +47,7 @@ _recording: list[list[Launch]] = []
 
 @contextlib.contextmanager
 def recorded_launches() -> Iterator[list[Launch]]:
-    """The kernels that are traced within; one that is traced twice is there twice."""
+    """The kernels that are traced within; one that is traced twice is listed twice."""
     _recording.append([])
     try:
         yield _recording[-1]
@@ -56,7 +56,7 @@ def recorded_launches() -> Iterator[list[Launch]]:
 
 
 def record(name: str, operands: Iterable, results: Iterable, copied, flops=None) -> None:
-    """Adds a kernel to those that are recorded; does nothing where none are."""
+    """Adds a kernel to those that are recorded; does nothing if none are being recorded."""
     if _recording:
         operands, results = (
             tuple(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in arrays)
@@ -72,8 +72,8 @@ def num_bytes(shape: Sequence[int], dtype) -> int:
 def pipelined_bytes(grid: Sequence[int], spec, array) -> int:
     """Bytes that a TPU pipeline copies of one operand or result.
 
-    A block is copied where its index differs from that of the step before, as the pipeline
-    does; of a block at the array's edge, what there is.
+    A block is copied if its index differs from that of the previous step, as the pipeline
+    does; of a block at the array's edge, only what exists.
 
     Args:
         spec: the `pl.BlockSpec`.
@@ -92,7 +92,7 @@ def pipelined_bytes(grid: Sequence[int], spec, array) -> int:
 class Cache:
     """A cache of memory that keeps what was used last; counts what it has to read.
 
-    A GPU's L2, between the memory and the copies into blocks. The copies of all blocks are
+    It is a GPU's L2, between memory and the copies into blocks. The copies of all blocks are
     taken in the order of their tiles, which is about the order in which blocks run.
     """
 
@@ -109,7 +109,7 @@ class Cache:
         return size
 
     def write(self, key, size: int) -> None:
-        """Puts something in, and what was used longest ago out."""
+        """Puts something in, and evicts what was used longest ago."""
         self._free -= size - self._sizes.pop(key, 0)
         self._sizes[key] = size
         while self._free < 0 and len(self._sizes) > 1:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parts of all Hopper kernels: launch, shared memory, ring of stages, warpgroups.
 
-Mosaic GPU is Pallas' compiler for Hopper and later. What differs between JAX 0.10.2, 0.11 and
-0.12 stands here alone: 0.10.2 has the interpreter on private paths, lowers by lanes unless told
+Mosaic GPU is Pallas's compiler for Hopper and later. What differs between JAX 0.10.2, 0.11 and
+0.12 is only here: 0.10.2 has the interpreter on private paths, lowers by lanes unless told
 otherwise, and loads with an index that 0.12 no longer takes; 0.12 has a store that may be slow.
-So does what differs between a kernel on Hopper and one that the CPU interprets (`Mosaic`).
+So is what differs between a kernel on Hopper and one that the CPU interprets (`Mosaic`).
 Dims: R rows, X columns
 """
 
@@ -38,7 +38,7 @@ _SEMANTICS = (
     if jax.__version_info__ >= (0, 11, 0)
     else plgpu.LoweringSemantics.Lane
 )
-# Of a thread that only starts copies.
+# Registers of a thread that only starts copies.
 PRODUCER_REGISTERS = 40
 
 
@@ -46,9 +46,9 @@ PRODUCER_REGISTERS = 40
 class Mosaic:
     """The compiler for Hopper, or its interpreter: no kernel asks which of them runs it.
 
-    What the interpreter of JAX 0.10.2, 0.11.2 and 0.12.0.1 alike does not know has a substitute
-    here, of the same arithmetic in the same order: no tile in shared memory is swizzled, views
-    of transposed tiles are copies, registers have no layouts, copies out of bounds need zeros
+    What the interpreter lacks in JAX 0.10.2, 0.11.2 and 0.12.0.1 alike has a substitute here,
+    with the same arithmetic in the same order: no tile in shared memory is swizzled, views of
+    transposed tiles are copies, registers have no layouts, copies out of bounds need zeros
     there.
     """
 
@@ -56,7 +56,7 @@ class Mosaic:
 
     @property
     def num_sms(self) -> int:
-        """Blocks to start: an interpreter's 2, the GPU's SMs, or an H200's without one."""
+        """Blocks to start: 2 if interpreted, else the GPU's SMs, or an H200's without a GPU."""
         if self.is_interpreted:
             return 2
         if jax.default_backend() == "gpu":
@@ -90,12 +90,12 @@ class Mosaic:
         return run
 
     def rows(self, x_RX, tile: int):
-        """Rows up to a multiple of 8, and those that a tile reads past the last one."""
+        """Rows padded to a multiple of 8, and those that a tile reads past the last one."""
         x_RX = padded(x_RX, 0, ROW_ALIGNMENT)
         return jnp.pad(x_RX, ((0, tile), (0, 0))) if self.is_interpreted else x_RX
 
     def blocks(self, array, axis: int, block: int):
-        """The array with what copies of whole blocks read past the end of an axis."""
+        """The array, with padding that copies of whole blocks read past the end of an axis."""
         return padded(array, axis, block) if self.is_interpreted else array
 
     def smem(self, shape: tuple[int, ...], dtype):
@@ -105,13 +105,13 @@ class Mosaic:
         )
 
     def smem_of_rows(self, shape: tuple[int, ...], dtype, *, is_swizzled: bool):
-        """Shared memory that is read from any row on, so that it is not in tiles of 8."""
+        """Shared memory that is read from any row on, and is therefore not in tiles of 8."""
         is_swizzled = is_swizzled and not self.is_interpreted
         transforms = (plgpu.SwizzleTransform(128),) if is_swizzled else ()
         return plgpu.SMEM(shape, dtype, transforms=transforms)
 
     def scratch_of_transposes(self, **scratch: tuple) -> dict[str, tuple]:
-        """Shape and dtype by name of what `transposed` needs."""
+        """Shape and dtype, by name, of the scratch memory that `transposed` needs."""
         return scratch if self.is_interpreted else {}
 
     def transposed(self, ref, scratch):
@@ -129,7 +129,7 @@ class Mosaic:
         if self.is_interpreted:
             ref[...] = value.T
         elif hasattr(plgpu, "store"):
-            # JAX 0.12 and later refuse the one of float32, which is none of its quick ones,
+            # JAX 0.12 and later refuse a float32 store, which is not one of its quick ones,
             # unless told so.
             is_quick = value.dtype.itemsize == 2
             plgpu.store(plgpu.transpose_ref(ref, (1, 0)), value, optimized=is_quick)
@@ -150,7 +150,7 @@ class Mosaic:
         return plgpu.load(ref, layout=layout, optimized=optimized)
 
     def prefetch(self, ref) -> None:
-        """Brings what is loaded from global memory later into the L2 cache.
+        """Brings what will be loaded from global memory into the L2 cache.
 
         The copy engine does it, for float32 rows of multiples of 16 bytes and at most 256
         numbers; others are loaded from memory.
@@ -209,7 +209,7 @@ def turns_of(tiles, num_sms: int):
 
 
 def tiled(columns: int, dtype) -> tuple:
-    """The transforms that the tensor core asks of a matrix in shared memory."""
+    """The transforms that the tensor core requires of a matrix in shared memory."""
     swizzle = min(128, columns * itemsize_bits(dtype) // 8)
     columns = swizzle * 8 // itemsize_bits(dtype)
     return (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle))
@@ -220,7 +220,7 @@ class Ring:
     """Stages of shared memory that copies fill and products empty, step after step.
 
     Attributes:
-        full, empty: barriers, one a stage: it may be read, it may be overwritten.
+        full, empty: barriers, one per stage: it may be read, it may be overwritten.
     """
 
     stages: int
@@ -241,11 +241,11 @@ class Ring:
         plgpu.barrier_wait(self.full.at[slot])
 
     def release(self, slot) -> None:
-        """Says that this warpgroup has read a stage."""
+        """Signals that this warpgroup has read a stage."""
         plgpu.barrier_arrive(self.empty.at[slot])
 
     def release_before(self, step) -> None:
-        """Says that the stage of the step before is read."""
+        """Signals that the stage of the previous step has been read."""
         self.release(lax.rem(step + self.stages - 1, self.stages))
 
 
@@ -257,7 +257,7 @@ class Consumer:
         mosaic: the card or the interpreter, which runs the kernel.
         walk: the order in which its block takes tiles.
         ring: ring of the operands' stages.
-        own: shared memory of this warpgroup alone, by name.
+        own: shared memory of this warpgroup only, by name.
         warpgroup: the warpgroup's number.
     """
 
@@ -279,7 +279,7 @@ class Consumer:
                 slot = self.ring.slot(step)
                 self.ring.wait_until_full(slot)
                 multiply(accumulators, k, slot)
-                # The products of the step before are done; these still run.
+                # The products of the previous step are done; these still run.
                 plgpu.wgmma_wait(len(accumulators))
                 pl.when(k > 0)(lambda: self.ring.release_before(step))
                 return step + 1
@@ -294,11 +294,11 @@ class Consumer:
     def accumulate_ahead(
         self, shapes: list, steps, first_step, load: Callable, multiply: Callable, *, number
     ) -> list:
-        """`accumulate` where one operand is multiplied out of registers.
+        """`accumulate` with one operand multiplied out of registers.
 
         The operand is loaded for the next step while the products of this one run. These
-        products end before the next ones are issued: where products out of registers still run
-        at the end of a loop, ptxas makes each of them wait for the one before (C7513).
+        products end before the next ones are issued: if products out of registers still run at
+        the end of a loop, ptxas makes each of them wait for the previous one (C7513).
 
         Args:
             load: `(slot)` loads the operand from a full stage.
@@ -325,7 +325,7 @@ class Consumer:
             return [acc[...] for acc in accumulators]
 
         def zeros():
-            # Inside `jax.shard_map` the type of what is loaded names mesh axes, so of sums too.
+            # Inside `jax.shard_map` types of loaded values name mesh axes: so do those of sums.
             zero = lax.convert_element_type(number * 0, jnp.float32)
             return [
                 self.mosaic.as_layout(lax.broadcast(zero, shape), plgpu.Layout.WGMMA)

@@ -3,7 +3,7 @@
 
 Operands are checked before anything is launched. Inside `jax.shard_map` JAX tracks the mesh
 axes over which each array varies; it does not look inside a kernel or a `custom_vjp`, so both
-have to say it of their results.
+have to declare it for their results.
 Dims: R rows, D inputs, F outputs, E experts
 """
 
@@ -28,7 +28,7 @@ def check_grouped(
     preferred_element_type=None,
     **epilogue,
 ) -> tuple[int, int, int]:
-    """(E, D, F); raises ValueError where these are not the operands of `grouped_matmul`."""
+    """(E, D, F); raises ValueError if these are not operands of `grouped_matmul`."""
     meaning = "[experts, outputs, inputs]" if transpose_w else "[experts, inputs, outputs]"
     _check_array("w_EDF", w_EDF, meaning, 3, DTYPES)
     if w_gate_EDF is not None:
@@ -56,7 +56,7 @@ def check_quantized(
     preferred_element_type=None,
     **epilogue,
 ) -> None:
-    """Raises ValueError where these are not the operands of `quantized_grouped_matmul`."""
+    """Raises ValueError if these are not operands of `quantized_grouped_matmul`."""
     for name, each in {"w": w, **({} if w_gate is None else {"w_gate": w_gate})}.items():
         if not isinstance(each, QTensor):
             raise ValueError(
@@ -86,7 +86,7 @@ def check_quantized(
 
 
 def check_result_dtype(preferred_element_type) -> None:
-    """Raises ValueError where results cannot be of this dtype."""
+    """Raises ValueError if results cannot have this dtype."""
     if preferred_element_type is None:
         return
     try:
@@ -101,7 +101,7 @@ def check_result_dtype(preferred_element_type) -> None:
 
 
 def check_tiling(tiling, module) -> None:
-    """Raises ValueError where it is neither None nor a tiling of the module that multiplies."""
+    """Raises ValueError if it is neither None nor a tiling of the module that multiplies."""
     if tiling is not None and not isinstance(tiling, module.Tiling):
         expected = f"{module.Tiling.__module__}.{module.Tiling.__qualname__}"
         raise ValueError(
@@ -111,7 +111,7 @@ def check_tiling(tiling, module) -> None:
 
 
 def check_epilogue(x_RD, shape_EDF, *, bias_EF, activation, gate_R) -> None:
-    """Raises ValueError where these are not of rows times matrices of this shape."""
+    """Raises ValueError if these do not fit rows times matrices of this shape."""
     (E, _, F), R = shape_EDF, x_RD.shape[0]
     check_activation(activation)
     for name, array, meaning, shape in (
@@ -129,14 +129,14 @@ def check_epilogue(x_RD, shape_EDF, *, bias_EF, activation, gate_R) -> None:
 
 
 def check_group_sizes(group_sizes_E, R: int, E: int, group_offset=None) -> None:
-    """Raises ValueError where these are no sizes of E groups among R rows.
+    """Raises ValueError if these are not sizes of E groups among R rows.
 
     Traced values cannot be checked. For these `group_bounds` cuts groups at row R, and a
     negative size gives undefined results.
 
     Args:
         group_offset: number of the first expert of this device, or None; with it, there are
-            sizes of at least E groups, of all devices.
+            sizes of at least E groups, those of all devices.
     """
     meaning = "the rows of each expert"
     _check_array("group_sizes_E", group_sizes_E, meaning, 1, (jnp.integer,))
@@ -157,7 +157,7 @@ def check_group_sizes(group_sizes_E, R: int, E: int, group_offset=None) -> None:
             f"group_sizes_E[{e}]={size_E[e]}; expected sizes of 0 or more: use 0 for an expert "
             "without rows"
         )
-    # Not by NumPy, whose uint64 and int64 add up to float64.
+    # Not with NumPy, whose uint64 and int64 add up to float64.
     if (total := sum(map(int, size_E))) > R:
         raise ValueError(
             f"group_sizes_E sum to {total}, and x_RD has {R} rows; expected at most {R}: pad "
@@ -166,7 +166,7 @@ def check_group_sizes(group_sizes_E, R: int, E: int, group_offset=None) -> None:
 
 
 def _check_offset(group_offset, G: int, E: int) -> None:
-    """Raises ValueError where E groups of G cannot begin there."""
+    """Raises ValueError if E groups of G cannot begin there."""
     is_number = isinstance(group_offset, int | np.integer | np.ndarray | jax.Array)
     if (
         not is_number
@@ -191,7 +191,7 @@ def _check_offset(group_offset, G: int, E: int) -> None:
 
 
 def check_rows(x_RD, shape_EDF, group_sizes_E, group_offset=None) -> None:
-    """Raises ValueError where these are not rows for matrices of this shape."""
+    """Raises ValueError if these are not rows for matrices of this shape."""
     E, D, F = shape_EDF
     _check_array("x_RD", x_RD, "[rows, inputs]", 2, DTYPES)
     if x_RD.shape[1] != D:
@@ -244,8 +244,8 @@ def vary_like(array, *operands):
 
 
 def sum_over_replicas(gradient, primal):
-    """The gradient of a primal that does not vary over all the mesh axes that it varies over,
-    in the primal's dtype.
+    """The gradient, in the primal's dtype, of a primal that does not vary over all the mesh
+    axes that the gradient varies over.
 
     Along such an axis every device used the same value, and has a part of its gradient.
     """

@@ -35,8 +35,8 @@ def stable_argsort(key):
 def group_bounds(group_sizes_E, R: int):
     """First row of each group, and the one past its last, of R rows sorted by group.
 
-    Sizes may sum to more than R where they are traced: the last groups are cut at row R, and
-    no row past it is read or written.
+    Sizes may sum to more than R if they are traced: the last groups are cut at row R, and no
+    row past it is read or written.
 
     Returns:
         (begin_E, end_E): int32.
@@ -46,7 +46,7 @@ def group_bounds(group_sizes_E, R: int):
 
 
 def int32_sizes(group_sizes_E, R: int):
-    """Sizes of groups in any integer dtype, as int32; what is above R stays above R.
+    """Sizes of groups in any integer dtype, as int32; sizes above R stay above R.
 
     A traced uint32 above 2^31 would be negative as int32.
     """
@@ -58,9 +58,9 @@ def int32_sizes(group_sizes_E, R: int):
 
 
 def local_groups(group_sizes_G, group_offset, E: int, R: int):
-    """The sizes of E groups of G, the first of which is number `group_offset`, and their row.
+    """The sizes of E of G groups, from number `group_offset` on, and their first row.
 
-    Groups past the last one are empty. Sizes are cut at row R, so that they fit behind the
+    Groups past the last one are empty. Sizes are cut at row R, so that they fit after the
     first row.
 
     Returns:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The TPU that a kernel is traced for, and what stands in for one that is not there.
+"""The TPU that a kernel is traced for, and a stand-in for one that is not there.
 
-The device is that of `jax.sharding.use_abstract_mesh` where one is given (compiling ahead of
+The device is that of `jax.sharding.use_abstract_mesh` if one is given (compiling ahead of
 time), the default device otherwise. Interpret mode runs a kernel for a TPU that is only
 described, on arrays padded as they lie in a TPU's memory.
 """
@@ -26,7 +26,7 @@ class Chip:
         generation: 4 to 7.
         vmem_bytes: bytes of a core's vector memory.
         bytes_per_s: bandwidth between a core and HBM, as the vendor states it.
-        flops_per_s: peak FLOPs a second of a core in bfloat16, as the vendor states them.
+        flops_per_s: peak FLOPs per second of a core in bfloat16, as the vendor states them.
         cores: number of tensor cores that one device's kernel is spread over, 2 on a v4 or v5p
             that is used as one device ("megacore").
     """
@@ -38,8 +38,8 @@ class Chip:
     cores: int = 1
 
 
-# Tilings for this one fit every TPU: a core of a v4. It stands in where there is no TPU, in
-# interpret mode and where a program is lowered for one on a machine without naming it.
+# Tilings for this chip, a core of a v4, fit every TPU. It stands in where there is no TPU: in
+# interpret mode, and if a program is lowered for a TPU that is not named.
 SMALLEST = Chip(generation=4, vmem_bytes=16 * MIB, bytes_per_s=6.14e11, flops_per_s=1.37e14)
 
 
@@ -88,8 +88,8 @@ def on_some_tpu(cores: int = 1):
     """A context in which a kernel can be traced: nothing to do if there is a TPU.
 
     Raises:
-        ValueError: a mesh of several devices is in use and they are no TPUs. There the
-            interpreter's copies and waits would be split among them, and wait for ever.
+        ValueError: a mesh of several devices is in use and they are not TPUs. The interpreter's
+            copies and waits would be split among them, and wait forever.
     """
     try:
         pltpu.get_tpu_info()
@@ -108,8 +108,8 @@ def on_some_tpu(cores: int = 1):
 def interpret_mode(interpret):
     """`interpret` as `pl.pallas_call` wants it for a kernel with a pipeline.
 
-    `True` alone would choose the interpreter that knows no copies and no semaphores. An
-    `InterpretParams` passes, so that a test can ask for race detection.
+    `True` alone would choose the interpreter that has no copies and no semaphores. An
+    `InterpretParams` is passed on, so that a test can ask for race detection.
     """
     return pltpu.InterpretParams() if interpret is True else interpret
 
@@ -117,8 +117,8 @@ def interpret_mode(interpret):
 def padded_shape(shape: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of an array cut into blocks with whole tiles of memory in its last two axes.
 
-    A block at an array's edge reads the rest of the tile, whatever is there. An axis that is
-    one block has none of it.
+    A block at an array's edge reads the rest of the tile, whatever is there. An axis of a
+    single block has no such rest.
     """
     sizes = (
         size if part == size else -(-size // tile) * tile

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`switchx.load` and `switchx.Model`: a model in Python, its logits, texts and scores.
 
-Which ids are padding and start tokens says the vocabulary; with T5's, both are 0.
+The vocabulary says which ids are padding and start tokens; with T5's, both are 0.
 Dims: B batch, L length, M memory, V vocabulary
 """
 
@@ -72,12 +72,12 @@ class Model:
         text_format: the format of its inputs: how training made them from texts.
         fingerprint: hexadecimal digest; it differs for other parameters, another configuration
             or another vocabulary.
-        devices: mesh on which the parameters are.
+        devices: mesh that holds the parameters.
         experts: owner of the experts of a model that was loaded with `expert_slots`, which
             moves them to the device when they are chosen; `experts.traffic` counts the moves.
-            Experts in `params` are NumPy arrays then, or with `host_bytes` shape structs.
-        decoding: defaults of fields of `DecodingConfig` for generation, from the folder that
-            the model was converted from.
+            Experts in `params` are then NumPy arrays, or shape structs with `host_bytes`.
+        decoding: defaults of `DecodingConfig` fields for generation, from the folder that the
+            model was converted from.
     """
 
     config: ModelConfig
@@ -102,22 +102,22 @@ class Model:
     ) -> "Model":
         """The model of a job that gin files describe; `load` needs no gin file.
 
-        Its parameters are those of a checkpoint in `model_dir`. Without it they are those that
-        the job's training begins with: of the run INIT_FROM, by INIT_STEP and INIT_RULES, or
-        else drawn from SEED. Texts are read as the job's tasks make them into inputs.
+        Its parameters come from a checkpoint in `model_dir`. Without it, they are those that
+        the job's training begins with: from the run INIT_FROM, by INIT_STEP and INIT_RULES, or
+        else drawn from SEED. Texts become inputs as in the job's tasks.
 
         Args:
             gin_files, gin_bindings: as in `switchx.job_from_gin`: a run of configs/runs, or
                 the `operative_config.gin` of a run folder.
-            model_dir: run folder. The gin files' model may have another capacity, precision
-                or dispatcher than the one that was trained there, and no other shape.
+            model_dir: run folder. The gin files' model may differ from the one trained there
+                in capacity, precision or dispatcher, but not in shape.
             step: step of its checkpoint; None is the newest complete one, "best" the best
                 validated.
             mesh: mesh as in `load`; the gin files' mesh is for training.
 
         Raises:
             ConfigurationError: the gin files describe no job (a `ValueError`).
-            ValueError: the model or the vocabulary is not the folder's (all fields that differ
+            ValueError: the model or vocabulary is not the folder's (all fields that differ
                 are named); a step without model_dir; the job starts from a teacher; or as in
                 `load`.
         """
@@ -134,7 +134,7 @@ class Model:
 
     @property
     def num_params(self) -> int:
-        """Parameters of the configuration; two of int4 share a byte, and count as two."""
+        """Number of parameters of the configuration; two int4 ones in a byte count as two."""
         return num_elements(abstract_params(self.config))
 
     def logits(
@@ -145,20 +145,21 @@ class Model:
         A decoder-only model takes one array, `model.logits(decoder_tokens)`.
 
         Args:
-            encoder_tokens: whole numbers `[B, M]`; the vocabulary's `pad_id`, 0 with T5's, is
+            encoder_tokens: integers `[B, M]`; the vocabulary's `pad_id`, 0 with T5's, is
                 padding, which nothing attends to.
-            decoder_tokens: `[B, L]`: the decoder's inputs, the start token 0 (or what else
-                stands first) included. Behind it, `pad_id` is padding. A position sees itself
-                and those before it, also where training showed a prefix whole.
-            lengths: number of tokens of each row of `decoder_tokens`, `[B]`; behind them all is
-                padding, whatever the ids. A vocabulary may have no `pad_id`.
-            dropless: no token is dropped. With False experts have the capacity of
+            decoder_tokens: `[B, L]`: the decoder's inputs, including the start token 0 (or
+                whatever comes first). After it, `pad_id` is padding. A position sees itself
+                and earlier ones, even if training made a whole prefix visible.
+            lengths: number of tokens in each row of `decoder_tokens`, `[B]`; everything after
+                them is padding, whatever its ids. A vocabulary may have no `pad_id`.
+            dropless: whether no token is dropped. With False, experts have the capacity of
                 evaluation, and where one is full, a row depends on the other rows of its
                 routing group.
 
         Raises:
-            ValueError: the arrays are not of whole numbers, of two dimensions, of equally
-                many rows, of ids of the vocabulary, or too long for the positions.
+            ValueError: the arrays are not two-dimensional arrays of integers, differ in their
+                number of rows, have ids outside the vocabulary, or are too long for the
+                positions.
         """
         has_encoder = self.config.is_encoder_decoder
         if not has_encoder and decoder_tokens is None:
@@ -200,10 +201,10 @@ class Model:
         with_scores: bool = False,
         **decoding,
     ) -> list:
-        """Generates an output for each input, in their order.
+        """Generates an output for each input, in order.
 
-        Texts become token ids as in training: eos ends an encoder's input where the tasks of
-        training ended it so, and `<extra_id_0>` is sentinel 0 where they had sentinels. A
+        Texts become token ids as in training: eos ends an encoder's input if the tasks of
+        training ended it so, and `<extra_id_0>` is sentinel 0 if they had sentinels. A
         prefix such as `translate English to German: ` is part of the text. Token ids are read
         as they are, without trailing padding; a decoder-only model reads the start token first.
 
@@ -212,19 +213,19 @@ class Model:
             max_length: largest number of tokens of an output, the end included:
                 `max_new_tokens`.
             batch_size: largest number of inputs at once; they are batched by length.
-            dropless: whether no token is dropped, so that an output depends on its input alone.
-                With False experts have the capacity of evaluation, and where one is full, an
+            dropless: whether no token is dropped, so that an output depends only on its input.
+                With False, experts have the capacity of evaluation, and where one is full, an
                 output depends on the inputs that it is batched with.
             with_scores: whether `Generated`s are returned instead of texts or lists of token
                 ids.
             decoding: fields of `DecodingConfig`, such as `beam_size=4`; by default the model's
-                own (`decoding`), and else greedy. An input has a list of outputs where
+                own (`decoding`), or else greedy. An input has a list of outputs if
                 `num_return_sequences` is above 1.
 
         Raises:
             ValueError: an input has no tokens, is too long or has unknown ids,
                 or the settings contradict each other; nothing has been generated. Or an input
-                has no answer whose score is a number, as where weights are NaN.
+                has no output whose score is a number, for example because weights are NaN.
         """
         if max_length is not None:
             if "max_new_tokens" in decoding:
@@ -247,11 +248,11 @@ class Model:
     def score(
         self, inputs: Texts | None, targets: Texts, *, batch_size=32, dropless=True, **asked
     ) -> list[Score]:
-        """Log-likelihoods of targets given inputs, in their order.
+        """Log-likelihoods of targets given inputs, in order.
 
         Args:
-            inputs: as in `generate`. A decoder-only model may have empty ones, or None for
-                none: targets are then scored from their first token on.
+            inputs: as in `generate`. For a decoder-only model they may be empty, or None for
+                no inputs: targets are then scored from their first token on.
             targets: texts, each with its end, or token ids, scored as they are.
             batch_size, dropless: as in `generate`.
             asked: `logprobs` and `forced_prefix` of `Scorer`.
@@ -259,7 +260,7 @@ class Model:
         Returns: natural logarithms, summed over a target's tokens, and their number.
 
         Raises:
-            ValueError: as in `generate`, or there are not equally many of both.
+            ValueError: as in `generate`, or inputs and targets differ in number.
         """
         if inputs is None:
             inputs = [[]] * len(targets)
@@ -272,10 +273,10 @@ class Model:
             return [score for _, score in sorted(scorer(list(zip(read, wanted, strict=True))))]
 
     def decoding_config(self, **asked) -> DecodingConfig:
-        """The configuration of decoding: the settings asked for, and else the model's defaults.
+        """The decoding configuration: the settings asked for, with the model's other defaults.
 
         Raises:
-            FieldError: settings are out of their bounds, or contradict each other.
+            FieldError: settings are out of bounds, or contradict each other.
         """
         own = {"is_prompt_bidirectional": self.text_format.is_prompt_bidirectional}
         own |= decoding_ids(self.ids)
@@ -329,14 +330,14 @@ class Model:
 
     @property
     def ids(self) -> Vocabulary:
-        """The vocabulary, or without one T5's special ids."""
+        """The vocabulary, or T5's special ids without one."""
         return self.vocabulary or TokenIdVocabulary(self.config.vocab_size)
 
     def record_info(self, source: str, dropless: bool = True) -> RecordInfo:
-        """What a record of this model's routing says of it.
+        """The description of this model for a record of its routing.
 
         Args:
-            source: what records, as `RecordInfo` has it.
+            source: the operation that records, as in `RecordInfo`.
             dropless: as in `generate`.
 
         Raises:
@@ -357,12 +358,12 @@ class Model:
         )
 
     def _config(self, dropless: bool) -> ModelConfig:
-        """The configuration that whole texts are read with."""
+        """The configuration for reading whole texts."""
         return without_capacity(self.config) if dropless else with_capacity(self.config)
 
     @functools.cached_property
     def _separated(self) -> dict:
-        """The parameters as generators take them, once for all of them."""
+        """The parameters in the form that generators take, made once for all of them."""
         if self.experts is not None:
             return self.experts.params
         return separate_experts(self.params) if self.devices.mesh is None else self.params
@@ -373,7 +374,7 @@ class Model:
 
 
 def _lengths_B1(lengths, token_BL) -> jax.Array:
-    """Numbers of tokens of rows, `[B, 1]`; raises ValueError where they are none."""
+    """Numbers of tokens of rows, `[B, 1]`; raises ValueError if they are not such numbers."""
     B, L = token_BL.shape
     length_B = np.asarray(lengths)
     require(
@@ -403,15 +404,14 @@ def load(
         mesh: mesh over whose devices parameters and computations are split, as in training;
             None is the default device.
         expert_slots: number of experts of each Switch layer that are on the device at once, the
-            ones that were chosen last; all are in host memory, and results stay the same. None
-            has all on the device. `ExpertSlots` has more options (`host_bytes`: experts in
-            files).
+            most recently chosen; all are in host memory, and results stay the same. None keeps
+            all on the device. `ExpertSlots` has more options (`host_bytes`: experts in files).
         task: task whose experts are loaded, where experts are divided among tasks.
         compiler: XLA options of the model's programs.
 
     Raises:
-        ValueError: the folder is neither, has no complete checkpoint, or its parameters are
-            not those of its configuration (all that differ are named); a quantized model's
+        ValueError: the folder is neither of them, has no complete checkpoint, or its parameters
+            are not those of its configuration (all that differ are named); a quantized model's
             files are damaged, missing or of another version (the file is named); the mesh does
             not fit the devices or a parameter; there is no such `task` or `expert_slots`, or
             the folder is not read expert by expert (`host_bytes`); XLA refuses an option.
@@ -444,7 +444,7 @@ def _of_task(model: Model, run_config: dict, task: str) -> Model:
 
 
 def _load_run(model_dir, step, devices: ModelMesh, select=lambda params: params) -> Model:
-    """The model of a run folder; `select` takes those of its parameters that are read."""
+    """The model of a run folder; `select` returns those of its parameters that are read."""
     run = RunFolder(model_dir)
     config = read_model_config(run)
     source = read_config(run).get("source")

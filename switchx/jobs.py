@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`switchx.train`: what the command of this name calls, too.
+"""`switchx.train`, which the command of the same name calls, too.
 
-A run folder that was trained from Python is one that every command reads, and the other way
-round. Progress is a display in a notebook, elsewhere what the commands show
-(`switchx/progress.py`).
+Every command reads a run folder that was trained from Python, and vice versa. In a notebook,
+progress is a display; elsewhere it is shown as by the commands (`switchx/progress.py`).
 """
 
 import contextlib
@@ -34,7 +33,7 @@ class TrainingInterrupted(KeyboardInterrupt):
     """Ctrl-C, a notebook's interrupt or SIGTERM ended training; the state is saved.
 
     Attributes:
-        outcome: the `Outcome` until then.
+        outcome: the `Outcome` up to then.
     """
 
     def __init__(self, outcome: loop.Outcome, job: TrainingJob, folder: RunFolder):
@@ -70,26 +69,26 @@ def train(
 
     Args:
         job: job that `switchx.job_from_gin` returned, or built from its dataclasses. A class or
-            a function of your own that it names has to be in a module, not in a notebook's
+            a function of your own that it names has to be in a module, not in a notebook
             cell.
-        model_dir: run folder: made if it is not there, resumed if it is.
-        configuration: gin text that builds the job; None writes one of the job's fields.
-        devices: devices of the mesh; None is all devices.
-        reporter: object that shows progress, a `switchx.training.loop.Reporter`; None is one
-            that suits the place: a display in a notebook, else lines on standard error, and a
-            bar where that is a terminal.
+        model_dir: run folder; created if it does not exist, resumed if it does.
+        configuration: gin text that builds the job; None writes one from the job's fields.
+        devices: devices of the mesh; None uses all devices.
+        reporter: object that shows progress, a `switchx.training.loop.Reporter`; None picks one
+            for the environment: a display in a notebook, else lines on standard error, with a
+            bar if that is a terminal.
         profile: (start, end): a `jax.profiler` trace of the steps after step `start` until
             `end` is written into the run folder.
-        started_s: time at which work began, by `time.perf_counter`, for goodput; None is now.
-        stop_on_alarm: whether the first alarm of the routing ends training, saved.
+        started_s: time when work began, by `time.perf_counter`, for goodput; None means now.
+        stop_on_alarm: whether training is saved and ends at the first routing alarm.
 
     Returns:
         The last step, and the metrics of the last logged one.
 
     Raises:
         ValueError: the job, its data or the folder do not fit; nothing was trained.
-        TrainingInterrupted: a `KeyboardInterrupt`: the state was saved before. A second
-            Ctrl-C waits for a save alone and is a plain `KeyboardInterrupt`.
+        TrainingInterrupted: a `KeyboardInterrupt`, raised once the state is saved. A second
+            Ctrl-C waits only for a save and is a plain `KeyboardInterrupt`.
         SaveError, TrainingStopped: see `switchx.training.loop.train`.
     """
     require_job(job, "train")
@@ -128,14 +127,14 @@ def train(
 
 
 def _watching(folder: RunFolder) -> str:
-    """The line that starts TensorBoard on a run, for a shell."""
+    """The shell command that starts TensorBoard on a run."""
     command = f"tensorboard --logdir={shlex.quote(str(folder.tensorboard))}"
     is_there = importlib.util.find_spec("tensorboard") is not None
     return command if is_there else f"pip install 'switchx[tensorboard]'; {command}"
 
 
 def _drops_of(job: TrainingJob, folder: RunFolder) -> str | None:
-    """What is known of dropped choices at a job's capacity, from the run before; or None."""
+    """A note on choices dropped at a job's capacity, from an earlier run; or None."""
     switch = job.model.switch
     earlier = folder if folder.is_begun else None
     if earlier is None and job.init_from is not None:

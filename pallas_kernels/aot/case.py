@@ -19,7 +19,7 @@ OPS = ("grouped_matmul", "quantized_grouped_matmul")
 ROWS_OF_8_BITS = ("int8", "float8_e4m3fn")
 PASSES = ("forward", "input_gradient", "weight_gradient")
 NUM_EXPERTS = 32
-# Rows an expert: of a decoding step, and of an encoder or a training batch.
+# Rows per expert: in a decoding step, and in an encoder or a training batch.
 ROWS = {"few": 8, "many": 256}
 
 
@@ -38,7 +38,7 @@ class Case:
             the order of channels instead.
         group_size: channels of D that share a scale; None for one scale for each output
             feature.
-        direction: one of `PASSES`; quantized weights have the forward pass alone.
+        direction: one of `PASSES`; quantized weights have only the forward pass.
         epilogue: whether a forward pass has bias, activation and the rows' gates; the
             activation is a ReLU, in a gated linear unit GELU.
         is_gated_unit: whether a forward pass has the second matrix of a gated linear unit.

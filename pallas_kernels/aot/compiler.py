@@ -39,7 +39,7 @@ class Compiler:
         cases: the table's cases, by name.
         resources: names of the resources that the table has for each case.
         variables: returns the child's environment variables, given the folder for notes. It
-            raises FileNotFoundError where the compiler is not installed.
+            raises FileNotFoundError if the compiler is not installed.
         compile_here: returns the resources, given target, case and the folder for notes; it
             runs in the child.
         is_by_jax: whether the code depends on the version of JAX, so that the table has rows
@@ -76,7 +76,7 @@ class Compiler:
         Raises:
             ValueError: an unknown target.
             FileNotFoundError: the compiler is not installed; says how to install it.
-            RuntimeError: the child ended before it was done, with the end of what it said.
+            RuntimeError: the child ended before it was done; with the end of its output.
         """
         if target not in self.targets:
             raise ValueError(f"target={target!r} is not one of {', '.join(self.targets)}")
@@ -99,7 +99,7 @@ class Compiler:
         return [json.loads(line) for line in lines]
 
     def measure(self, target: str) -> dict[str, dict[str, Any]]:
-        """Resources of every case of the table by its name, or what was said instead."""
+        """Resources of every case of the table by its name, or its error instead."""
         results = zip(self.cases, self.compile(target, self.cases.values()), strict=True)
         return {
             name: {key: row[key] for key in (("error",) if row["error"] else self.resources)}
@@ -132,7 +132,7 @@ class Compiler:
                 file.unlink()
 
     def _write_budgets(self, target: str) -> None:
-        """Measures a target and puts its rows into the table, a case a line."""
+        """Measures a target and puts its rows into the table, one case per line."""
         targets = []
         found = self.budgets() | {self.key(target): self.measure(target)}
         for name, rows in sorted(found.items()) if self.is_by_jax else found.items():
@@ -146,7 +146,7 @@ def compiler_folder(variable: str, default: str, package: str) -> pathlib.Path:
 
     Args:
         variable: the environment variable that names the folder.
-        default: the folder where the variable is not set; ends in the name of the back end.
+        default: the folder if the variable is not set; ends in the name of the back end.
         package: the package that has to be in the folder.
 
     Raises:

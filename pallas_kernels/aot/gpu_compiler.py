@@ -34,7 +34,7 @@ RESOURCES = (
     *("loop_instructions", "loop_cycles", "loop_latency", "loop_hgmma"),
     *("epilogue_instructions", "epilogue_latency", "kernels"),
 )
-# Of an HLO program, what launches nothing.
+# Operations of an HLO program that launch nothing.
 _FREE = ("parameter", "constant", "bitcast", "tuple", "get-tuple-element")
 
 

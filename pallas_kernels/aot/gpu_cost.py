@@ -4,13 +4,13 @@
     python -m pallas_kernels.aot.gpu_cost
 
 prints, for the shapes of Table 1 of Kim et al. 2022 (arXiv:2211.10017), the microseconds that
-are expected of an H200, and what the fit to all other measured cells says of each. The
+are expected of an H200, and what the fit to all other measured cells predicts for each. The
 compiler's table (`gpu_budgets.json`) has the instructions of loop and epilogue, and their
 cycles in a simulation (gpu_simulation.py).
 
-A product takes what a launch takes, and then the longer of two: reading the weights at the
+A product takes the time of a launch, and then the longer of two: reading the weights at the
 card's rate, or the loop's cycles for the steps of the busiest SM's tiles. The launch is fitted,
-with what is serial around it; no other number is. What a tile takes beside its steps could be
+with what is serial around it; no other number is. What a tile takes besides its steps could be
 told from it before the kernel had its schedule inside (3,685 cycles), and no longer can.
 Dims: R rows, D inputs, F outputs, E experts, N rows of a tile
 """
@@ -32,7 +32,7 @@ from pallas_kernels.tiling.gpu import H200_SMS, best_parts
 
 TABLE = pathlib.Path(__file__).with_name("gpu_budgets.json")
 CLOCK_HZ = 1.98e9  # of an H100 and an H200 (h200.txtpb), which a full load holds
-# That kernels which copy weights and multiply nothing read, by the card's name: on an H200 the
+# Rate at which kernels that copy weights and multiply nothing read, by the card: on an H200 the
 # difference of two widths of weights over that of their times, on an H100 what a copy moves.
 READ_BYTES_PER_S = {"H200": 4.5e12, "H100": 2.95e12}
 # Warpgroups that multiply, of the tilings that are compiled: a scheduler's warps.
@@ -76,7 +76,7 @@ _TILES = -(-32 * 4096 // 256 // H200_SMS)
 
 @functools.cache
 def launch_s(cells: Sequence[Measured] = MEASURED) -> float:
-    """The seconds beside reading and products that come nearest to the cells.
+    """The seconds besides reading and products that fit the cells best.
 
     These are the launch, the schedule, the first weights on their way and the last sums; the
     fit is by least squares of relative errors.
@@ -93,7 +93,7 @@ def _known_s(cell: Measured) -> float:
 
 
 def left_out() -> list[dict[str, Any]]:
-    """Each measured cell, and what is expected of it by the fit to all others."""
+    """Each measured cell, and the time that the fit to all others predicts for it."""
     rows = []
     for cell in MEASURED:
         others = tuple(each for each in MEASURED if each != cell)
@@ -166,7 +166,7 @@ def _epilogue(texts: list[str], targets: list, begin: int, end: int) -> list[int
     taken, is_stored, i = [], False, begin
     while i < end:
         taken.append(i)
-        if "STS" in texts[i]:  # What is stored next is another result.
+        if "STS" in texts[i]:  # The next store is of another result.
             is_stored = False
         target, i = targets[i], i + 1
         if target is not None and i < target and "UTMASTG" in "\n".join(texts[i:target]):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A simulation of one scheduler of a Hopper SM running the loop over D, off the machine code.
+"""A simulation of one scheduler of a Hopper SM running the loop over D, from machine code.
 
-Each of an SM's four schedulers issues one instruction a cycle, of whichever of its warps is
+Each of an SM's four schedulers issues one instruction per cycle, of whichever of its warps is
 ready; it has one warp of each warpgroup that multiplies. A warp issues in order: when the stall
 count of its last instruction is over, when the scoreboards that the next one names are clear,
 and when the unit that runs it is free. An integer instruction takes two cycles of its unit (16
@@ -20,7 +20,7 @@ SHARED = frozenset(("LDS", "LDSM", "SHFL"))
 # Cycles of a scheduler's unit for one instruction of a warp.
 INTEGER_UNIT, PORT, MATRIX_READS = 2, 4, 4
 MULTIPLY_UNIT = {"IMAD": 2, "HADD2": 1, "HFMA2": 1, "FMUL": 1}
-# Cycles until what waits for the instruction may go on.
+# Cycles until whatever waits for the instruction may continue.
 LATENCY = {"LDS": 29, "LDSM": 29, "SHFL": 24, "MEMBAR": 20, "FENCE": 30, "BAR": 25, "SYNCS": 20}
 RESULT = 12
 PRODUCT_LATENCY = 33
@@ -38,8 +38,8 @@ class Instruction(NamedTuple):
 
     Attributes:
         waits: scoreboards that have to be clear, separated by `&`; `-` for none.
-        reads, writes: scoreboard that is clear once its operands are read, and scoreboard that
-            is clear once its result is written.
+        reads, writes: scoreboard that is clear once its operands have been read, and scoreboard
+            that is clear once its result has been written.
         stall: cycles until the warp's next instruction.
     """
 

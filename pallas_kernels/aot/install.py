@@ -5,12 +5,12 @@
     python -m pallas_kernels.aot.install gpu .venv/aot_gpu
     python -m pallas_kernels.aot.install jax-0.11 .venv/aot_jax/0.11
 
-Never into the environment itself: a JAX that finds libtpu or a CUDA plugin takes the machine
-for one with TPUs or GPUs. The versions are those of the JAX that is installed, which its
-metadata names; `--no-deps`, as JAX itself is there already.
+They never go into the environment itself: a JAX that finds libtpu or a CUDA plugin takes the
+machine for one with TPUs or GPUs. The versions are those that the metadata of the installed JAX
+names; with `--no-deps`, since JAX itself is already there.
 
-`jax-0.11` is an environment of a newer Python and JAX, as machines with cards have them, with
-the CUDA compiler of that JAX beside it. Gin, Grain and TFDS are not in it.
+`jax-0.11` is an environment with a newer Python and JAX, as on machines with cards, with the
+CUDA compiler of that JAX beside it. Gin, Grain and TFDS are not in it.
 """
 
 import importlib.metadata
@@ -25,12 +25,12 @@ import sys
 CUDA_TOOLS = ("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-runtime", "nvidia-cuda-nvdisasm")
 ROOT = pathlib.Path(__file__).parents[2]
 STAMP = "installed.txt"
-# Beside a newer JAX: what `switchx check accelerator` and the kernels' tests need.
+# Besides a newer JAX: what `switchx check accelerator` and the kernels' tests need.
 PACKAGES = (
     *("flax>=0.12.8", "optax", "orbax-checkpoint", "tensorstore", "safetensors", "flatbuffers"),
     *("sentencepiece", "rich", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis"),
 )
-# JAX 0.11 and later ask for it. Names a Python where none is found.
+# JAX 0.11 and later need this Python; the variable names one if none is found.
 NEWER_PYTHON, PYTHON_VARIABLE = (3, 12), "NEWER_PYTHON"
 
 
@@ -38,7 +38,7 @@ def requirements(back_end: str) -> list[str]:
     """The requirements that pip installs.
 
     Raises:
-        ValueError: a back end that is none of `tpu`, `gpu` and `jax-X.Y`.
+        ValueError: the back end is none of `tpu`, `gpu` and `jax-X.Y`.
     """
     if newer := re.fullmatch(r"jax-(0\.\d+)", back_end):
         return [f"jax=={newer[1]}.*", *PACKAGES]
@@ -59,7 +59,7 @@ def libtpu_requirement(of_jax: list[str]) -> str:
 
 
 def install(back_end: str, folder: pathlib.Path) -> bool:
-    """Installs, unless the folder holds just that; returns whether there was anything to do."""
+    """Installs, unless the folder already holds this; returns whether anything was done."""
     wanted = requirements(back_end)
     stamp = folder / STAMP
     if stamp.exists() and stamp.read_text().splitlines() == wanted:
@@ -69,7 +69,7 @@ def install(back_end: str, folder: pathlib.Path) -> bool:
         subprocess.run([newer_python(), "-m", "venv", str(folder / "env")], check=True)
         python = str(folder / "env" / "bin" / "python")
         subprocess.run([python, *pip, *wanted], check=True)
-        # The compiler is installed by that JAX' own version of this file.
+        # The compiler is installed by this file, run under that JAX.
         compiler = [python, "-m", "pallas_kernels.aot.install", "gpu", str(folder / "gpu")]
         subprocess.run(compiler, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
     else:
@@ -80,7 +80,7 @@ def install(back_end: str, folder: pathlib.Path) -> bool:
 
 
 def newer_python() -> str:
-    """A Python that newer JAX run on: the variable's, one on the path, or one of pyenv's.
+    """A Python that newer JAX versions run on: the variable's, one on the path, or pyenv's.
 
     Raises:
         FileNotFoundError: there is none.
@@ -92,7 +92,7 @@ def newer_python() -> str:
     on_path = [path for v in versions if (path := shutil.which(f"python{v}"))]
     for python in named or [*on_path, *found]:
         is_newer = f"import sys; sys.exit(sys.version_info < {NEWER_PYTHON})"
-        # pyenv's own commands are there for versions that are not in use.
+        # pyenv's own commands exist even for versions that are not in use.
         if subprocess.run([python, "-c", is_newer], capture_output=True).returncode == 0:
             return python
     raise FileNotFoundError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels compiled for a TPU on a machine that has none, and what they take of it.
+"""Kernels compiled for a TPU on a machine that has none, and the resources they take.
 
 The compiler is libtpu, in the folder that the environment variable SWITCHX_AOT_TPU names.
 `compiler.py` says how to run this file. A kernel's resources are `vmem_bytes`, the end of what
@@ -49,7 +49,7 @@ def budget_cases() -> dict[str, Case]:
 
 
 def compiler_folder() -> pathlib.Path:
-    """The folder that holds libtpu; raises FileNotFoundError where it is not installed."""
+    """The folder that holds libtpu; raises FileNotFoundError if it is not installed."""
     return compiler.compiler_folder(FOLDER_VARIABLE, DEFAULT_FOLDER, "libtpu")
 
 
@@ -65,14 +65,14 @@ def compiler_variables() -> dict[str, str]:
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "PYTHONPATH": os.pathsep.join(path),
         "XLA_FLAGS": "",
-        # From the cache comes a program without notes.
+        # A program from the cache comes without notes.
         "JAX_ENABLE_COMPILATION_CACHE": "false",
     }
 
 
 def child_variables(dump: str) -> dict[str, str]:
     """`compiler_variables`, and where the compiler leaves its notes."""
-    # The last two stages of seventy: writing out all takes as long as compiling.
+    # The last two of seventy stages: writing all of them takes as long as compiling.
     return compiler_variables() | {
         "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true "
         "--xla_jf_dump_llo_pass_label_regex=.*final_bundles.*|.*delay-converter.*"
@@ -100,7 +100,7 @@ def read_dump(dump: pathlib.Path) -> dict[str, int]:
     listing = _note(dump, "schedule-analysis_final_bundles").read_text()
     bundles = re.search(r"total scheduled bundles:\s+(\d+)", listing)
     program = _note(dump, "post-delay-converter").read_text()
-    # Offsets are hexadecimal, but for 0.
+    # Offsets are hexadecimal, except for 0.
     found = re.findall(r"space=vmem, size = (0x[0-9a-f]+), offset = (0x[0-9a-f]+|0)", program)
     return {
         "vmem_bytes": max(int(size, 16) + int(offset, 16) for size, offset in found),

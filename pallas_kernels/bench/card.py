@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a card does at best: bytes a second of a copy, FLOPs a second, the start of a kernel.
+"""A card's limits: bytes per second of a copy, FLOPs per second, the start of a kernel.
 
 Dims: R rows, E experts, N elements
 """
@@ -27,7 +27,7 @@ def copy_bytes_per_s(num_bytes: int = 2**30, repeats: int = 8, rounds: int = 5) 
 
 
 def matrix_flops_per_s(size: int, repeats: int = 8, rounds: int = 5) -> float:
-    """FLOPs a second of a bfloat16 product of matrices `[size, size]`; on GPUs cuBLAS'."""
+    """FLOPs per second of a bfloat16 product of matrices `[size, size]`; on GPUs, cuBLAS's."""
     keys = jax.random.split(jax.random.key(0))
     a, b = (jax.random.normal(key, (size, size), jnp.bfloat16) for key in keys)
     product = jax.jit(jnp.matmul).lower(a, b).compile()
@@ -47,10 +47,10 @@ def _seconds(call: Callable, repeats: int, rounds: int) -> float:
 
 
 def kernel_floors(mosaic: Mosaic, rounds: int = 7) -> dict[str, float]:
-    """Seconds that kernels take which do next to nothing, one after another in a program.
+    """Seconds taken by kernels that do next to nothing, one after another in a program.
 
     `empty kernel` stores a vector; `schedule kernel` computes the tiles of 128 rows and 32
-    experts, which stands before those of our products that do not compute it inside.
+    experts, and runs before those of our products that do not compute them inside.
     """
 
     def body(x_gmem, y_gmem):

@@ -63,7 +63,7 @@ class Cell:
 
 
 def all_cells() -> list[Cell]:
-    """The grid of an accelerator."""
+    """The grid for an accelerator."""
     return [
         Cell(D, F, active, E, tokens, load)
         for D, F in MATRICES

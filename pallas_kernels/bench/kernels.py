@@ -36,7 +36,7 @@ def run(
 
     Args:
         cells: cells to measure; None is the grid for this machine.
-        note: told of each cell when it has been measured.
+        note: function that is told of each cell once it has been measured.
 
     Returns:
         (rows, checks): a check has `name`, `value` and `bound`.
@@ -74,9 +74,9 @@ def ours_of(by_name: dict[str, Contender], of: str) -> Contender:
 def row(cell: Cell, each: Contender, ours: Contender) -> dict[str, Any]:
     """One contender in one cell; `speedup` is over our product of unquantized weights.
 
-    `pass` is `forward`, `dx`, `dw` or `schedule`. `predicted_us` is of the cost model of the
-    platform, for our products: on Hopper that of their machine code, on a TPU the estimate that
-    chooses tilings, which nothing was fitted for.
+    `pass` is `forward`, `dx`, `dw` or `schedule`. `predicted_us` is from the platform's cost
+    model, for our products: on Hopper that of their machine code, on a TPU the estimate that
+    chooses tilings, for which nothing was fitted.
     """
     seconds = _predicted_s(cell, each)
     is_schedule = each.of == "schedule"
@@ -168,7 +168,7 @@ def checks(measured: Measured) -> list[dict[str, Any]]:
 
 
 def checks_of_hopper(measured: Measured, copied_bytes_per_s: float) -> list[dict[str, Any]]:
-    """Checks of a Hopper card's aims; aims whose cells were not measured are left out."""
+    """Checks of a Hopper card's targets; those whose cells were not measured are left out."""
     few = [(c, n) for c, n in measured if c.active == c.E == 32 and c.tokens <= 16]
     many = [(c, n) for c, n in measured if c.active == c.E and c.tokens >= 256]
     bandwidths = [n["bfloat16"].weight_bytes / n["bfloat16"].median_s for _, n in few]

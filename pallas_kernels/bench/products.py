@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contenders of one cell: our products by weights, and what they are compared with.
+"""The contenders of one cell: our products by weights, and those they are compared with.
 
-Libraries of others take part where they are installed: megablox, which JAX ships for TPUs, and
+Other libraries take part if they are installed: megablox, which JAX ships for TPUs, and
 tokamax.
 Dims: R rows, D inputs, F outputs, E experts, G groups of D with a scale
 """
@@ -30,7 +30,7 @@ from pallas_kernels.quantized_grouped_matmul.api import quantized_grouped_matmul
 # Read between two uses of the same weights: more than four times what caches hold.
 ROTATED_BYTES = {"cpu": 2**27, "gpu": 2**28, "tpu": 2**29}
 CHECKED_ROWS = 8
-# Rows an expert from which on gradients are measured, too: those of training.
+# Rows per expert from which on gradients are measured, too: those of training.
 LEAST_OF_GRADIENTS = 64
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 MEGABLOX = "jax.experimental.pallas.ops.tpu.megablox"
@@ -48,7 +48,7 @@ class Product:
     Attributes:
         run: `(x_RD, weights, group_sizes_E) -> y_RF`; in a pass `dx` the rows are the
             gradient with respect to y, in a pass `dw` both, `(x_RD, dy_RF)`.
-        bits: bits of a weight; None is the number of the rows' bits.
+        bits: bits of a weight; None for as many as the rows have.
         of: the pass: `forward`, the gradients `dx` and `dw`, or `schedule`, which comes before.
     """
 
@@ -78,7 +78,7 @@ def dequantize_then_multiply(x_RD, w: QTensor, group_sizes_E):
 
 
 def batched_einsum(x_RD, w_EDF, group_sizes_E):
-    """Equal groups, which it takes for granted."""
+    """The product of equal groups, which it takes for granted."""
     x_ERD = x_RD.reshape(w_EDF.shape[0], -1, x_RD.shape[1])
     y_ERF = jnp.einsum("ERD,EDF->ERF", x_ERD, w_EDF)
     return y_ERF.reshape(x_RD.shape[0], -1)
@@ -124,7 +124,7 @@ def installed() -> list[Callable]:
 
 
 def gradient(product: Product, of: str, cell: Cell) -> Product:
-    """The gradient of a product by its rows, `dx`, or by its matrices, `dw`, alone.
+    """The gradient of a product by only its rows, `dx`, or only its matrices, `dw`.
 
     Nothing of the product itself is left in the compiled program: its result is not used.
     """
@@ -198,11 +198,11 @@ def weight_bytes(cell: Cell, bits: int | None, experts: int) -> int:
 
 
 def contenders(cell: Cell, cache: dict, note: Callable[[str], Any] = print) -> list[Contender]:
-    """Compiled, checked and ready to take turns.
+    """The contenders, compiled, checked and ready to take turns.
 
     Args:
-        cache: keeps weights from one cell to the next of the same matrices.
-        note: told of each product that does not fit the device's memory, which is left out.
+        cache: dictionary that keeps weights from one cell to the next of the same matrices.
+        note: function that is told of each product left out for lack of device memory.
 
     Raises:
         RuntimeError: our product of unquantized weights, the first, does not fit.
@@ -256,7 +256,7 @@ def _of_one_matrix(given: tuple[Any, list, list], cell: Cell) -> tuple[Any, list
 
 
 def _rotated(cell: Cell, bits: int | None, experts: int) -> int:
-    """Number of sets of so many experts' matrices that are read between two uses of one."""
+    """Number of sets of `experts` experts' matrices to read between two uses of one."""
     wanted = ROTATED_BYTES[jax.default_backend()]
     return math.ceil(wanted / weight_bytes(cell, bits, experts))
 
@@ -306,7 +306,7 @@ def _relative(found, expected) -> float:
 
 @functools.cache
 def compiled_weight_bytes(bits: int | None) -> int:
-    """Bytes of weights that a compiled product of 8 matrices 512x1024 is given."""
+    """Bytes of weights given to a compiled product of 8 matrices 512x1024."""
     cell = Cell(512, 1024, 8, 8, 1)
     weights = random_weights(cell, bits, 0)
     product = grouped_matmul if bits is None else quantized_grouped_matmul

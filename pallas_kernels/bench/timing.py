@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times of contenders that take turns, with weights that no cache holds from call to call.
 
-All of them are in one process, so that a machine whose speed drifts is equally fast for all.
+All of them are in one process, so that drift of the machine's speed affects all equally.
 Dims: R rows, D inputs, E experts, J sets of sizes, N elements
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# Of an accelerator's step, which takes as long to start as a few products.
+# Calls of an accelerator's step, which takes as long to start as a few products.
 LEAST_CALLS = 64
 UNROLLED = 8
 
@@ -46,10 +46,10 @@ class Contender:
 
     @classmethod
     def stepping(cls, name: str, step: Callable, state, **fields) -> "Contender":
-        """A contender whose step begins with the state that the one before returned.
+        """A contender whose step begins with the state that the previous one returned.
 
         Args:
-            step: function that returns the next state and measurements, of a state.
+            step: function of a state that returns the next state and measurements.
         """
         held = [state]
 
@@ -76,7 +76,7 @@ class Contender:
 
 
 def take_turns(contenders: Sequence[Contender], rounds: int, num_steps: int = 1) -> None:
-    """Measures all in every round, the order turned around each time."""
+    """Measures all in every round, reversing the order each time."""
     for each in contenders:
         each.step()  # warm: compiles, allocates
     for i in range(rounds):
@@ -107,7 +107,7 @@ def one_by_one(function, x_RD, weight_sets: Sequence, sizes: Sequence) -> Callab
 def all_in_one_program(
     function, x_RD, weight_sets: Sequence, sizes: Sequence
 ) -> tuple[Callable[[], Any], int]:
-    """A step of `LEAST_CALLS` or more, with every set of weights and all sizes, and how many.
+    """A step of `LEAST_CALLS` calls or more, with all sets of weights and sizes; their number.
 
     For accelerators: starting a program takes them longer than many a product.
     """
@@ -121,8 +121,8 @@ def repeated(function, num_sets: int, num_sizes: int) -> tuple[Callable, int]:
     """(`run(x_RD, weight_sets, table_JE)`, the number of its calls).
 
     XLA leaves out what no result needs, and computes once what is the same in two calls. So a
-    number of every result is added up, and all that a call is given waits for the result
-    before it.
+    number of every result is added up, and all operands of a call wait for the previous
+    result.
     """
     turns = math.ceil(LEAST_CALLS / (num_sets * num_sizes)) * num_sizes
 
@@ -137,7 +137,7 @@ def repeated(function, num_sets: int, num_sizes: int) -> tuple[Callable, int]:
             return x_RD, total
 
         carry = x_RD, jnp.float32(0)
-        # A turn of a loop takes a GPU as long as many a product.
+        # An iteration of a loop takes a GPU as long as many a product.
         unroll = max(1, UNROLLED // num_sets)
         return jax.lax.fori_loop(0, turns, calls, carry, unroll=unroll)[1]
 

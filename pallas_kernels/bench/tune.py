@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`pallas-kernels tune`: the quickest of a back end's candidate tilings, into the cache.
 
-A candidate that does not compile, for lack of memory or anything else, is dropped before
+A candidate that does not compile, for lack of memory or any other reason, is dropped before
 anything is run; one whose result differs from float64 is refused. On CPU the loops of the
 reference are tuned.
 Dims: R rows, D inputs, F outputs, E experts
@@ -27,7 +27,7 @@ from pallas_kernels.implementations import choose
 from pallas_kernels.quantized_grouped_matmul.api import quantized_grouped_matmul
 from pallas_kernels.tiling.tuned import Key, user_file, write
 
-# Less than that is noise: the default stays.
+# A smaller gain is noise: the default stays.
 LEAST_GAIN = 1.03
 LARGEST_ERROR = 1e-2
 
@@ -61,7 +61,7 @@ def run(
     for cell in cells_to_tune() if cells is None else cells:
         for bits in (None, 8, 4):
             key, tiling, row = tune_one(cell, bits, rounds, cache)
-            # At once: after an interruption what is done stays.
+            # At once: after an interruption, finished work stays.
             write(path, {key: tiling})
             rows.append(row)
             note(
@@ -72,7 +72,7 @@ def run(
 
 
 def tune_one(cell: Cell, bits: int | None, rounds: int, cache: dict):
-    """The key, the best tiling and a row for people, of one product."""
+    """The key, the best tiling and a row to show, for one product."""
     op = "grouped_matmul" if bits is None else "quantized_grouped_matmul"
     dtype = activation_dtype()
     R, D, F, E = cell.R, cell.D, cell.F, cell.E

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Variants of the Hopper kernel that tell what bounds it, to be timed side by side on a card.
+"""Variants of the Hopper kernel that show what bounds it, to be timed side by side on a card.
 
 A variant is another tiling, or the kernel traced with a part of it replaced. Variants that
 leave out work give wrong numbers, and are for timing alone: if leaving a part out gains
@@ -56,7 +56,7 @@ def product(variant: Variant, sizes: tuple[int, int, int, int], bits: int, mosai
     """
     R, D, F, E = sizes
     tiling = variant.tiling(gpu.default_tiling(R, D, F, E, bits))
-    # As many stages as fit, as the default has.
+    # As many stages as fit, as in the default.
     w_dtype = jnp.int8 if bits == 8 else jnp.int4
     tiling = fitted(tiling, jnp.bfloat16, w_dtype, most=max(8, tiling.stages))
 
@@ -107,7 +107,7 @@ def _schedule_outside(mosaic: Mosaic) -> contextlib.AbstractContextManager:
 
 @contextlib.contextmanager
 def _copy_only(mosaic: Mosaic) -> Iterator[None]:
-    """The warpgroups that multiply say that they have read each stage, and read nothing."""
+    """The warpgroups that multiply signal that they have read each stage, but read nothing."""
 
     def accumulate_ahead(self, shapes, steps, first_step, load, multiply, *, number):
         def step(k, carry):
@@ -118,7 +118,7 @@ def _copy_only(mosaic: Mosaic) -> Iterator[None]:
             return carry
 
         lax.fori_loop(0, steps, step, jnp.int32(0))
-        # Inside `jax.shard_map` types name mesh axes; of zeros those of what was loaded.
+        # Inside `jax.shard_map` types name mesh axes: for zeros, those of what was loaded.
         zero = lax.convert_element_type(number * 0, jnp.float32)
         sums = [lax.broadcast(zero, shape) for shape in shapes]
         return [mosaic.as_layout(each, plgpu.Layout.WGMMA) for each in sums]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`grouped_matmul`: rows sorted by expert, each times its expert's matrix, and its gradients.
 
-Gale et al. 2022, MegaBlocks (arXiv:2211.15841), section 3. What follows the product, bias,
-activation, gated linear unit and the weight of the row, is done to its float32 sums
+Gale et al. 2022, MegaBlocks (arXiv:2211.15841), section 3. What follows the product (bias,
+activation, gated linear unit and the row's weight) is applied to its float32 sums
 (`epilogue.py`), and so are their gradients.
 Dims: R rows, D inputs, F outputs, E experts
 """
@@ -46,37 +46,37 @@ def grouped_matmul(
 ):
     """`y_r = gate_r act(x_r w_e + bias_e) (x_r w_gate_e)` with e the expert of row r.
 
-    `[R, F]`; every factor but the product with w is optional. The first
+    The result is `[R, F]`; every factor but the product with w is optional. The first
     `group_sizes_E[0]` rows are expert 0's, the next `group_sizes_E[1]` expert 1's. Rows past
     the last group are not read and give zeros; matrices of empty groups are not read. Products
-    are added up in float32 and rounded once, after the epilogue. Differentiable in x, w,
+    are summed in float32 and rounded once, after the epilogue. It is differentiable in x, w,
     w_gate, bias and gate, once and in reverse mode; neither pass transposes the weights in
     memory. For the gradient of an activation the forward pass also returns its argument (and
-    `x_r w_gate_e`) as the one residual; for that of a ReLU alone the result is enough.
+    `x_r w_gate_e`) as the one residual; for that of a ReLU alone, the result is enough.
 
     Args:
         x_RD, bias_EF: float32, bfloat16 or float16.
         w_EDF: floating point; multiplied in the dtype of x. Its gradient leaves the kernel in
             its own dtype, so that of float32 parameters is never rounded to bfloat16.
-        w_gate_EDF: the gate's matrices of a gated linear unit, as w. Each tile of rows is
+        w_gate_EDF: the gate's matrices of a gated linear unit, like w. Each tile of rows is
             multiplied by both matrices.
         activation: the activation: None, `relu`, `gelu` (tanh), `gelu_exact` or `silu`.
         gate_R: the weight of each row's result, such as a router's gate.
-        group_sizes_E: integers, signed or not, summing to at most R; checked where they are
+        group_sizes_E: integers, signed or not, summing to at most R; checked if they are
             concrete. Traced ones may sum to more: rows past R are neither read nor written.
-        transpose_w: w (and w_gate) is `[E, F, D]`, output-major, as are the gradients.
+        transpose_w: whether w (and w_gate) is `[E, F, D]`, output-major, as are the gradients.
         group_offset: number of w's first expert: w has only the E experts from this one on, a
             device's part, and `group_sizes_E` has the sizes of all. Rows of other experts are
             not read and give zeros. The rows of w's experts are moved to the front and back, a
             copy of x and one of y, on every back end.
         preferred_element_type: dtype of the result, `float32`, `bfloat16` or `float16`, to
-            which the float32 sums are rounded; None is the dtype of x. Where it is wider than
-            x, the Hopper kernel writes its sums in two parts, which XLA adds.
+            which the float32 sums are rounded; None is the dtype of x. If it is wider than x,
+            the Hopper kernel writes its sums in two parts, which XLA adds.
         implementation: `reference`, `tpu`, `gpu`, `triton`, or None: see
             `implementations.choose`.
         tiling: the implementation's `Tiling` of the forward product; None is the tuned one
             (`switchx tune kernels`) or its heuristic, which gradients always take.
-        interpret: runs a named kernel by interpretation, on any machine and slowly.
+        interpret: whether to run a named kernel by interpretation, on any machine and slowly.
 
     Raises:
         ValueError: shapes that do not agree, an unsupported dtype, activation or alignment,
@@ -123,7 +123,7 @@ def grouped_matmul(
 
 @dataclasses.dataclass(frozen=True)
 class _Settings:
-    """The arguments that are no arrays: the module that multiplies, and its settings."""
+    """The arguments that are not arrays: the module that multiplies, and its settings."""
 
     module: ModuleType
     activation: str | None
@@ -222,7 +222,7 @@ def _grouped_backward(settings: _Settings, saved, dy_RF):
 
     if residual is None:
         # The product is linear: the gates' gradient is that of the ungated rows times x.
-        # float16 has no room for rows that are not gated yet: 0 times infinity is NaN.
+        # float16 has no range for rows that are not gated yet: 0 times infinity is NaN.
         is_wide = gate_R is not None and x_RD.dtype == jnp.float16
         wide = {"out_dtype": jnp.float32} if is_wide else {}
         dx_RD = input_gradient(dy_RF, operands.w_EDF.astype(x_RD.dtype), **wide)

@@ -4,8 +4,8 @@
 Bfloat16 and float16 with float32 accumulation. The transposed product reads the same weights
 through transposed descriptors of shared memory: nothing is copied.
 
-What the interpreter of Mosaic GPU runs, in JAX 0.10.2, 0.11.2 and 0.12.0.1 alike, and what
-stands in for the rest (`mosaic_gpu.Mosaic`), with the same arithmetic in the same order:
+What Mosaic GPU's interpreter runs, in JAX 0.10.2, 0.11.2 and 0.12.0.1 alike, and what replaces
+the rest (`mosaic_gpu.Mosaic`), with the same arithmetic in the same order:
 
     the schedule, the ring of stages, its barriers, the stores of a group's rows   as shipped
     the masks of the weights' gradient, the epilogue, sums in parts                 as shipped
@@ -123,10 +123,10 @@ def forward(
     """As `api.grouped_matmul`; with `transpose_w` w is `[E, F, D]`.
 
     Swizzled copies need multiples of 64 in D and F. Others are padded here, which copies rows
-    and weights in every call: pad the weights of a model once where its sizes are odd.
+    and weights in every call: pad the weights of a model once if its sizes are odd.
 
     Args:
-        has_residual: whether to return also the residual of `apply_epilogue`, in the dtype of
+        has_residual: whether to return the residual of `apply_epilogue`, too, in the dtype of
             x.
         out_dtype: dtype of the result; None is the dtype of x. For float32 the kernel writes
             the sums of two parts of D, and XLA adds them up and applies the epilogue.
@@ -185,7 +185,7 @@ def finished(
 ) -> list:
     """The kernel's results as `[R, F]` arrays; float32 sums get their epilogue.
 
-    The first is in `out_dtype`, others, and where that is None all, in the dtype of x.
+    The first is in `out_dtype`; the others, and all if that is None, are in the dtype of x.
 
     Args:
         end_E: the row after each expert's last one, which sums in parts need.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Hopper kernel of both products: features on the rows of wgmma, tokens on its columns.
 
-The tensor core takes 64 rows at least and 8 columns at least, so with the weights first
-(`acc_MT = w_MK x_TK^T`) one to eight tokens of an expert cost 8 columns and not 64 rows, and
+The tensor core takes at least 64 rows and at least 8 columns, so with the weights first
+(`acc_MT = w_MK x_TK^T`) one to eight tokens of an expert cost 8 columns instead of 64 rows, and
 many tokens lose nothing. One warpgroup copies (TMA), the others multiply; a ring of stages
 runs through the tiles of a block without a stop, so the next tile's weights are on their way
 while the last one is stored. Blocks stay on their SM and take tiles in turn.
@@ -11,8 +11,8 @@ Three variants were counted and are not implemented: a ping-pong schedule of war
 copies take longer than the epilogue that it hides; TMA copies of group scales into the stages'
 shared memory, for which every call would transpose the scales (they are prefetched into the L2
 cache); results staged in halves for a fourth stage, which takes 3% of a tile with D 1,024.
-Loading weights ahead is faster with many rows alone (H200, int8: 120.6 us for 127.4 at 256
-rows, 5% slower at 4). Rows that two blocks copy once, by multicast in clusters, would help
+Loading weights ahead is faster only with many rows (H200, int8: 120.6 us instead of 127.4 at
+256 rows, 5% slower at 4). Rows that two blocks copy once, by multicast in clusters, would help
 tiles of many rows, by the count of their copies, and are not implemented.
 Dims: R rows, D inputs, F outputs, E experts; P tiles of rows, T rows of a tile,
 K one step of D, M features of a warpgroup,
@@ -46,8 +46,8 @@ from pallas_kernels.tiling.gpu import FEW_ROWS, STORED, Tiling
 # Elements of a warpgroup's accumulators beside which a tile's scales and bias fit; with twice
 # as many, gated units spill.
 LOADED_BEFORE = 64 * 128
-# Of one accumulator and a step's weights, beside which the weights of the next step fit into a
-# warpgroup's registers.
+# Elements of one accumulator and a step's weights, beside which the next step's weights fit
+# into a warpgroup's registers.
 LOADED_AHEAD = 64 * (256 + 64)
 
 
@@ -61,7 +61,7 @@ class Weights:
             warpgroup's `[M, K]` or, with features minor, `[K, M]`, or what `load` returned.
         scratch: shared memory of `multiply` for each warpgroup, name -> (shape, dtype).
         load: loads `[M, K]` into registers, so that no product reads them in shared memory and
-            their place is free before they are multiplied. None where the tensor core reads
+            their place is free before they are multiplied. None if the tensor core reads
             shared memory.
         may_load_ahead: whether the weights of the next step may be carried in registers.
         depth_per_scale: channels of D that share a scale, a multiple of K; None for one
@@ -89,11 +89,11 @@ def swap_ab(
     name: str,
 ):
     """(results, end_E): the product and, with `has_residual`, the residual, `[R, F]` in the
-    dtype of x; the row after each expert's last one, None where it was not computed.
+    dtype of x; the row after each expert's last one, None if it was not computed.
 
-    With splits, the float32 sums of each matrix instead, of the features of whole tiles: the
+    With splits, the float32 sums of each matrix instead, for the features of whole tiles: the
     kernel has as many of their parts `[splits, R, F]` as the run has tiles for, and XLA adds
-    those. Only whole sums have a bias and an activation. Rows of no expert are then undefined.
+    them. Only whole sums have a bias and an activation. Rows of no expert are then undefined.
 
     Args:
         x_RD: the rows, padded with further rows up to a multiple of 8.
@@ -167,7 +167,7 @@ def swap_ab(
 
 
 def _operands(epilogue: Epilogue, tiling: Tiling) -> dict:
-    """The arrays of an epilogue by name, float32, cut as the kernel reads them.
+    """The arrays of an epilogue by name, in float32, cut as the kernel reads them.
 
     Scales are `[E, N, M, G]`, or `[E, N, M]` with one group, a bias is `[E, N, M]`, gates are
     `[R + T]`: a tile may reach past the last row.
@@ -209,7 +209,7 @@ def _scratch(
             y_dtype,
             is_swizzled=tiling.splits == 1,
         ),
-        # One for each copy: the rows, and every matrix' features of every warpgroup.
+        # One for each copy: the rows, and every matrix's features of every warpgroup.
         full=plgpu.Barrier(num_arrivals=1 + groups * num_matrices, num_barriers=stages),
         empty={
             name: plgpu.Barrier(num_arrivals=groups, num_barriers=stages) for name in places
@@ -316,7 +316,7 @@ def _copies(
         first_step, steps = split * walk.part_steps, walk.steps(expert)
 
         def copy_step(k, step):
-            # The place of the weights is free before that of the rows: theirs come first.
+            # The weights' place is free before the rows' place: the weights come first.
             slot = (w_ring or ring).slot_to_fill(step)
             full = ring.full.at[slot]
             k_slice = pl.ds((first_step + k) * tiling.tile_k, tiling.tile_k)
@@ -353,7 +353,7 @@ class _Tile:
     Attributes:
         expert: its group.
         column, split: its place; columns are those of warpgroups.
-        rows_of: gives start, offset and size, of `RowTiles`.
+        rows_of: function that returns start, offset and size, as in `RowTiles`.
         of_features: scales and bias of the features, in registers.
     """
 
@@ -369,7 +369,7 @@ class _Consumer(Consumer):
     """A warpgroup that multiplies the first `rows` rows of tiles.
 
     Attributes:
-        w_ring: ring of the stages of weights that are loaded into registers; None where `ring`
+        w_ring: ring of the stages of weights that are loaded into registers; None if `ring`
             has the weights' stages, too.
     """
 
@@ -401,7 +401,7 @@ class _Consumer(Consumer):
             features = self._of_features(expert, column)
             return _Tile(expert, column, split, rows_of, features)
 
-        # Before the products, which hide how long memory takes, where registers are left.
+        # Before the products, which hide memory's latency, if there are registers left.
         tiling = self.walk.tiling
         is_small = self.num_matrices * tiling.tile_m * tiling.tile_n <= LOADED_BEFORE
         loaded = rows_of() if is_small else None
@@ -435,8 +435,8 @@ class _Consumer(Consumer):
     def loads_ahead(self) -> bool:
         """Whether the next step's weights are loaded while the products of this one run.
 
-        Not with few rows, whose products are short: a step then takes longer (by 5% on an H200,
-        experiments/accelerator).
+        They are not with few rows, whose products are short: a step would take longer (by 5% on
+        an H200, experiments/accelerator).
         """
         tiling = self.walk.tiling
         held = tiling.tile_m * (tiling.tile_n + tiling.tile_k)
@@ -444,7 +444,7 @@ class _Consumer(Consumer):
         return may_load_ahead and tiling.tile_n > FEW_ROWS and held <= LOADED_AHEAD
 
     def multiply(self, accumulators, k, slot):
-        """Issues the products of one step; those out of registers are done when it returns."""
+        """Issues the products of one step; those from registers are done when it returns."""
         if self.w_ring is None:
             w = [self.w_smem.at[slot, self.warpgroup, i] for i in range(self.num_matrices)]
             self._multiply(accumulators, w, slot)
@@ -463,7 +463,7 @@ class _Consumer(Consumer):
         return [self.weights.load(place) for place in places]
 
     def _release_weights(self, slot) -> None:
-        """Says that this warpgroup has loaded the weights of a stage."""
+        """Signals that this warpgroup has loaded the weights of a stage."""
         # The next copy into their place must come after they were read.
         plgpu.commit_smem()
         self.w_ring.release(slot)
@@ -487,7 +487,7 @@ class _Consumer(Consumer):
 
         def multiply(k, carry):
             totals, scales = carry
-            # The next step's, on their way during this one's products.
+            # The next step's scales, on their way during this one's products.
             next_scales = scales_of(lax.min(k + 1, walk.part_steps - 1))
             slot = self.ring.slot(first_step + k)
 
@@ -582,9 +582,9 @@ class _Consumer(Consumer):
         plgpu.commit_smem_to_gmem_group()
 
     def _copy_group(self, y_gmem, tile: "_Tile"):
-        """The group's rows of a tile and no other.
+        """Copies the group's rows of a tile and no others.
 
-        A copy has a fixed number of rows: one of 2^i rows for each bit of how many there are.
+        A copy has a fixed number of rows: one of 2^i rows for each bit of their number.
         """
         start, offset, size = tile.rows_of()
         length = 1 << (self.rows.bit_length() - 1)

@@ -2,11 +2,11 @@
 """The tile schedule of the Hopper kernels, made from the sizes of the groups by one kernel, or
 by the product itself.
 
-XLA takes five kernels for `tile_schedule.row_tiles`, each of which waits for the one before it,
-about as long as a small product. Here one block goes through the experts once, with scalars of
-the running sums, while each of its threads holds tiles and notes whose rows they cover.
-All products of a layer with many rows, and of its gradient, share one schedule: the same call
-within a program is the same kernel, which XLA runs once. One with few rows makes its own.
+XLA takes five kernels for `tile_schedule.row_tiles`, each of which waits for the previous one,
+about as long as a small product. Here one block goes through the experts once, with
+the running sums as scalars, while each of its threads holds tiles and notes whose rows they
+cover. All products of a layer with many rows, and of its gradient, share one schedule: equal
+calls within a program are one kernel, which XLA runs once. One with few rows makes its own.
 Dims: R rows, E experts; P tiles of rows, B bounds of groups
 """
 
@@ -41,7 +41,7 @@ def schedule(group_sizes_E, num_rows: int, block: int, mosaic: Mosaic):
         block: rows of a tile, a power of 2.
 
     Returns:
-        (tiles, bound_B): arrays padded to multiples of 128; of the bounds, expert e has rows
+        (tiles, bound_B): arrays padded to multiples of 128; expert e has the rows from
             `bound_B[e]` to `bound_B[e + 1]`.
     """
     (num_experts,) = group_sizes_E.shape
@@ -59,7 +59,7 @@ def schedule(group_sizes_E, num_rows: int, block: int, mosaic: Mosaic):
     return RowTiles(*arrays), bound_B
 
 
-# A jitted function is one function of the program that calls it: so XLA sees equal kernels.
+# A jitted function is one function in the program that calls it: so XLA sees equal kernels.
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def _run(group_sizes_E, num_rows: int, block: int, results: tuple, mosaic: Mosaic):
     run = mosaic.kernel(
@@ -109,8 +109,8 @@ def table_shape(num_rows: int, num_experts: int, block: int) -> tuple[int, int]:
 def fits_inside(table, tiling: Tiling, x_dtype, w_dtype, num_matrices: int) -> bool:
     """Whether a product makes its own schedule: its stages leave shared memory for the table.
 
-    Not with many rows, where other products share it and a launch is a small part, nor with
-    parts of D, whose sum needs it outside.
+    It does not with many rows, where other products share the schedule and a launch is a small
+    part, nor with parts of D, whose sum needs it outside.
     """
     taken = shared_bytes(tiling, x_dtype, w_dtype, num_matrices=num_matrices)
     free = SHARED_BYTES - BARRIER_BYTES - taken
@@ -118,7 +118,7 @@ def fits_inside(table, tiling: Tiling, x_dtype, w_dtype, num_matrices: int) -> b
 
 
 def schedule_inside(sizes_gmem, table_smem, is_made, maker, *, num_rows, block, mosaic):
-    """`schedule` within the kernel of a product, by each of its blocks for itself.
+    """`schedule` within the kernel of a product, made by each of its blocks for itself.
 
     That kernel then waits for no other one, which takes as long as it does (5 us of 37 to 73
     with few rows: experiments/accelerator). All warpgroups call this, and may read the tiles
@@ -135,7 +135,7 @@ def schedule_inside(sizes_gmem, table_smem, is_made, maker, *, num_rows, block, 
     def _():
         tile_P = mosaic.iota((size,))
         (expert_P, *others), count, _ = _tiles(sizes_gmem, tile_P, None, num_rows, block)
-        # The numbers of tiles stand where no tile can be.
+        # The numbers of tiles are stored where no tile can be.
         for i in range(2):
             expert_P = jnp.where(tile_P == size - 2 + i, tile_P * 0 + count[i], expert_P)
         for i, value_P in enumerate([expert_P, *others]):
@@ -164,7 +164,7 @@ def _tiles(sizes_gmem, tile_P, index_B, num_rows: int, block: int):
         return (
             end,
             num_tiles + tiles,
-            # Added to zeros: a scalar that is broadcast alone loses its sign in Mosaic's types.
+            # Added to zeros: a scalar broadcast by itself loses its sign in Mosaic's types.
             jnp.where(is_own_P, zero_P + e, expert_P),
             jnp.where(is_own_P, zero_P + begin, begin_P),
             jnp.where(is_own_P, zero_P + end, end_P),

@@ -31,7 +31,7 @@ class Walk:
 
     Attributes:
         depth_steps: steps along D of all parts.
-        parts: parts of D, each a tile of its own; of a run, where the tiling has more than one.
+        parts: parts of D, each a tile of its own; those of a run if the tiling has several.
     """
 
     tiling: Tiling
@@ -46,11 +46,11 @@ class Walk:
 
     @property
     def stored_features(self) -> int:
-        """Number of features of a stored row of results; for sums in parts those of whole
+        """Number of features of a stored row of results; for sums in parts, those of whole
         tiles.
 
-        Their rows are not swizzled in shared memory, and of such a copy of one row Mosaic cuts
-        off what is past the array's end, but not past the row's: that would go into the next.
+        Their rows are not swizzled in shared memory, and Mosaic cuts off such a copy of one row
+        at the array's end, but not at the row's: the rest would go into the next one.
         """
         if self.tiling.splits == 1:
             return self.features
@@ -59,7 +59,7 @@ class Walk:
     def parts_table(self, most_tiles: int) -> np.ndarray:
         """int32, the parts of D by the number of tiles of rows, up to `most_tiles` of these.
 
-        They depend on nothing else: runs with as many tiles add up in the same order.
+        They depend on nothing else: runs with equally many tiles add up in the same order.
         """
         tiling = self.tiling
         return np.asarray(
@@ -79,21 +79,21 @@ class Walk:
         table = self.parts_table(tiles.expert_P.shape[0])
         row_tiles = self.row_tiles(tiles)
         parts = jnp.int32(table[0])
-        # Few comparisons: the table would be a load that waits for that of the number.
+        # A few comparisons: the table would be a load that waits for the load of the number.
         for first in np.flatnonzero(np.diff(table)) + 1:
             parts = lax.select(row_tiles >= int(first), jnp.int32(table[first]), parts)
         return dataclasses.replace(self, parts=parts)
 
     def sum_of_parts(self, parts_SRF, tiles: RowTiles):
         """The sum of the parts that a run has; others are not written and may hold anything."""
-        # XLA fuses a lookup with the sum, where the comparisons of `of_run` are a kernel more.
+        # XLA fuses a lookup with the sum; the comparisons of `of_run` would be another kernel.
         table = jnp.asarray(self.parts_table(tiles.expert_P.shape[0]))
         index_S = lax.iota(jnp.int32, parts_SRF.shape[0])
         is_written_S = index_S < table[self.row_tiles(tiles)]
         return jnp.sum(jnp.where(is_written_S[:, None, None], parts_SRF, 0), axis=0)
 
     def row_tiles(self, tiles: RowTiles):
-        """Number of taken tiles of rows; sums in parts leave out those of no expert."""
+        """Number of tiles of rows to take; sums in parts leave out those of no expert."""
         return tiles.count[int(self.tiling.splits > 1)]
 
     def turns(self, tiles: RowTiles):
@@ -244,7 +244,7 @@ def copied_bytes_of_gradient(group_sizes_E, *, walk: GradientWalk, num_rows: int
 
 
 def heights(tiling: Tiling) -> list[int]:
-    """Rows that a tile is multiplied as, the fewest that hold its group's, its own last.
+    """Numbers of rows to multiply a tile as, its own last: the fewest that hold its group's.
 
     The last tile of most groups holds few rows. With sums in parts all tiles are whole.
     """
@@ -254,7 +254,7 @@ def heights(tiling: Tiling) -> list[int]:
 
 
 def copied_rows(tiling: Tiling, end: int) -> int:
-    """Rows that are copied of a tile: what `for_rows` chooses."""
+    """Rows of a tile that are copied: those that `for_rows` chooses."""
     return next(height for height in heights(tiling) if end <= height)
 
 

@@ -2,9 +2,9 @@
 """The weights' gradient on Hopper: `dw_e = x_e^T dy_e`, contracted over each expert's rows.
 
 The rows of an expert are a range of any length at any place. Steps of K rows start at a
-multiple of 8; where the first or the last step reaches into a neighbour, its rows are set to
-zero in both operands (a NaN of another expert times zero would be a NaN), and only there. x is
-read transposed by the tensor core itself.
+multiple of 8; if the first or the last step reaches into a neighbour, the neighbour's rows are
+set to zero in both operands (another expert's NaN times zero would be NaN), and only there. The
+tensor core itself reads x transposed.
 Dims: R rows, D inputs, F outputs, E experts; K rows of a step, M of D of a warpgroup,
 N of F of a tile
 """
@@ -46,7 +46,7 @@ def weight_gradient(x_RD, dy_RF, group_sizes_E, *, out_dtype, tiling, mosaic: Mo
     x_RD = mosaic.blocks(x_RD, 1, tiling.tile_m * tiling.warpgroups)
     dy_RF = mosaic.blocks(dy_RF, 1, tiling.tile_n)
 
-    # The tiles are those of the product of these rows, so that the schedule is the same.
+    # The tiles are those of the product with these rows, so that the schedule is the same.
     E = group_sizes_E.shape[0]
     _, bound_B = schedule(group_sizes_E, num_rows, tile_of_rows(num_rows, E), mosaic)
     walk = GradientWalk(
@@ -197,7 +197,7 @@ class _Consumer(Consumer):
         return first_step + steps
 
     def _mask(self, slot, begin, end):
-        """Zeros in the rows of a step outside [begin, end), once for all warpgroups."""
+        """Writes zeros to the rows of a step outside [begin, end), once for all warpgroups."""
         self._mask_tile(self.x_smem.at[slot, self.warpgroup], begin, end)
 
         @pl.when(self.warpgroup == 0)
@@ -220,7 +220,7 @@ class _Consumer(Consumer):
         chunks = range(0, self.walk.tiling.tile_n, CHUNK)
         places = min(2, len(chunks))
         for i, first in enumerate(chunks):
-            # What was in this place, of this tile or the last one, has left shared memory.
+            # What was in this place, from this tile or the last one, has left shared memory.
             plgpu.wait_smem_to_gmem(places - 1, wait_read_only=True)
             smem = self.dw_smem.at[self.warpgroup, i % places]
             smem[...] = dw_MN[:, first : first + CHUNK].astype(smem.dtype)

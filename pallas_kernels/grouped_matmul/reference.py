@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped matrix product in plain JAX: the kernels' reference, and what CPUs run.
+"""Grouped matrix product in plain JAX: the kernels' reference, and the code that CPUs run.
 
 Gale et al. 2022, MegaBlocks (arXiv:2211.15841), section 3. TPU and GPU run
 `jax.lax.ragged_dot`. On CPU that multiplies every row by every expert's matrix (of 512x1024,
 measured: 5 times as long for 8 experts, 10 times for 32), so there are loops: over the experts
 that have rows, over blocks of the expert's matrix that stay in the cache (a dot in a loop first
 copies its operand; from memory that would be as slow as the product), over tiles of the
-expert's rows. What a tile has of other experts' rows is masked. Tests lower both paths.
+expert's rows. Other experts' rows in a tile are masked. Tests lower both paths.
 Dims: R rows, D inputs, F outputs, E experts; b rows of a tile; K rows of a block of the
 matrix as it is stored, X its columns
 """
@@ -20,10 +20,10 @@ from pallas_kernels.epilogue import apply_epilogue, finite
 from pallas_kernels.operands import vary_like
 from pallas_kernels.sorted_rows import group_bounds, rows_of_groups, stable_argsort
 
-# Bytes of a block of a matrix. As large as caches hold where products are added up over
-# blocks, which costs a pass over the sums for each; smaller where every block has its own.
+# Bytes of a block of a matrix. As large as caches hold if products are added up over blocks,
+# which costs a pass over the sums for each; smaller if every block has sums of its own.
 BLOCK_BYTES, TRANSPOSED_BLOCK_BYTES = 2**22, 2**20
-# Where most experts have one row or none, the copy of a block costs more than its product.
+# If most experts have one row or none, the copy of a block costs more than its product.
 FEW_ROWS_BLOCK_BYTES = 2**19
 MAX_ROWS = 256
 
@@ -33,7 +33,7 @@ class Tiling:
     """Tile sizes of the loops on CPU; the other back ends have their own `Tiling`.
 
     Attributes:
-        rows: number of rows of a tile; R where there are fewer.
+        rows: number of rows of a tile; R if there are fewer.
         weight_rows: number of rows of a block of an expert's matrix; it divides D, or F of a
             transposed matrix.
     """
@@ -42,7 +42,7 @@ class Tiling:
     weight_rows: int
 
     def check(self, leading: int) -> None:
-        """Raises ValueError where the tiling does not fit matrices of `leading` rows."""
+        """Raises ValueError if the tiling does not fit matrices of `leading` rows."""
         if self.rows < 1:
             raise ValueError(f"tiling has rows={self.rows}; use 1 or more")
         if self.weight_rows < 1 or leading % self.weight_rows:
@@ -54,7 +54,7 @@ class Tiling:
 def default_tiling(
     R: int, leading: int, columns: int, E: int, *, transpose_w: bool = False
 ) -> Tiling:
-    """Returns tiles of as many rows as an expert has on average, and blocks that fit the cache.
+    """Tiles of as many rows as an expert has on average, and blocks that fit the cache.
 
     Args:
         leading, columns: rows and columns of an expert's matrix, as it is stored.
@@ -84,7 +84,7 @@ def candidates(
 
 
 def _divisor(number: int, at_most: int) -> int:
-    """The largest divisor up to `at_most`; the number itself where that is far smaller."""
+    """The largest divisor up to `at_most`; the number itself if that is far smaller."""
     largest = max(d for d in range(1, min(number, at_most) + 1) if number % d == 0)
     return largest if 4 * largest >= min(number, at_most) else number
 
@@ -106,7 +106,7 @@ def forward(
     """As `api.grouped_matmul`, rounded once at the end; with `transpose_w` w is `[E, F, D]`.
 
     Args:
-        has_residual: whether to return also the residual of `apply_epilogue`, in the dtype of
+        has_residual: whether to return the residual of `apply_epilogue`, too, in the dtype of
             x.
         out_dtype: dtype of the result; None is the dtype of x.
 
@@ -172,7 +172,7 @@ def weight_gradient(x_RD, dy_RF, group_sizes_E, *, out_dtype, tiling: Tiling | N
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """The experts that have rows, and their rows, which the loops of the CPU run over.
+    """The experts that have rows, and their rows, over which the CPU's loops run.
 
     Attributes:
         expert_E: experts with rows first.
@@ -200,8 +200,8 @@ class Groups:
     def tile(self, e, t, rows: int, R: int):
         """The first row that tile t reads, and which of its rows are its own.
 
-        Tiles begin at any row; one that would end behind R begins earlier, its rows before
-        the group, or of the tile before, masked.
+        Tiles begin at any row; one that would end after R begins earlier, with its rows before
+        the group, or those of the previous tile, masked.
         """
         wanted = self.start_E[e] + t * rows
         first = jnp.minimum(wanted, R - rows)
@@ -281,7 +281,7 @@ def weight_gradient_on_cpu(x_RD, dy_RF, group_sizes_E, out_dtype, tiling: Tiling
         def block(k, dw_EDF):
             def tile(t, dw_KF):
                 first, counts_b = groups.tile(e, t, b, R)
-                # Both, as 0 times NaN is NaN.
+                # Both are masked, since 0 times NaN is NaN.
                 x_bK = jax.lax.dynamic_slice(x_RD, (first, k * K), (b, K))
                 dy_bF = jax.lax.dynamic_slice_in_dim(dy_RF, first, b)
                 x_bK, dy_bF = (

@@ -2,7 +2,7 @@
 """Grouped matrix product with every expert's matrix in an array of its own: CPUs' fast path.
 
 XLA's CPU product in a loop first copies the matrix that the loop takes out of a stack; of a
-matrix that is an array by itself it reads each weight once. With a few rows an expert, as in
+matrix that is an array by itself it reads each weight once. With a few rows per expert, as in
 decoding, that is most of the time. So a loop runs over tiles of rows, and branches to the
 product with their expert's matrix. Forward only.
 Dims: R rows, D inputs, F outputs, E experts; b rows of a tile; P tiles, at most
@@ -20,16 +20,16 @@ from pallas_kernels.grouped_matmul.tile_schedule import RowTiles
 from pallas_kernels.operands import check_epilogue, check_rows
 from pallas_kernels.sorted_rows import in_32_bits, int32_sizes, rows_of_groups
 
-# Tiles of more rows are multiplied with rows of other experts for nothing.
+# With larger tiles, more rows of other experts are multiplied for nothing.
 MAX_ROWS = 32
-# A branch for each expert is compiled: more of them take longer than they save.
+# A branch is compiled for each expert: more of them take longer than they save.
 MAX_EXPERTS = 128
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SeparateMatrices:
-    """E matrices `[D, F]` that are read one by one, as `w_EDF` otherwise.
+    """E matrices `[D, F]` that are read one by one, in place of `w_EDF`.
 
     Attributes:
         matrices: arrays of one shape and dtype.
@@ -40,7 +40,7 @@ class SeparateMatrices:
 
     @classmethod
     def of(cls, w_EDF) -> "SeparateMatrices":
-        """Parts of an array on a CPU: the same memory, not copied where it is aligned.
+        """Parts of an array on a CPU: the same memory, not copied if it is aligned.
 
         Raises:
             ValueError: there is no expert in it.
@@ -72,7 +72,7 @@ def separate_matmul(
     activation: str | None = None,
     gate_R=None,
 ):
-    """As `grouped_matmul`, forward alone; w_gate as w.
+    """Like `grouped_matmul`, forward only; w_gate is like w.
 
     The epilogue follows the loop: for a few rows it is little work, and inside of the loop it
     would be compiled once for each branch.
@@ -137,7 +137,7 @@ def tile_rows(R: int, E: int) -> int:
 
 
 def _tiles(group_sizes_E, R: int, b: int) -> RowTiles:
-    """Tiles of b rows; one that would end behind R begins earlier."""
+    """Tiles of b rows; one that would end after R begins earlier."""
     E = group_sizes_E.shape[0]
     start_E, tiles_E = _before(group_sizes_E), (group_sizes_E + b - 1) // b
     first_tile_E = _before(tiles_E)
@@ -151,7 +151,7 @@ def _tiles(group_sizes_E, R: int, b: int) -> RowTiles:
 
 
 def _before(size_E):
-    """For each size the sum of all sizes before it; few comparisons are one operation."""
+    """For each size the sum of all sizes before it; a few comparisons are one operation."""
     index_E = jax.lax.iota(jnp.int32, size_E.shape[0])
     return jnp.sum(jnp.where(index_E[None] < index_E[:, None], size_E[None], 0), axis=1)
 

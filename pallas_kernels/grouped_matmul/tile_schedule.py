@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tile schedules: which rows each tile covers, and whose matrix they meet.
 
-Rows lie sorted by expert. A tile holds rows of one expert, so that a block of rows of two
+Rows are sorted by expert. A tile holds rows of one expert, so that a block of rows of two
 experts is two tiles (Gale et al. 2022, MegaBlocks, arXiv:2211.15841, and JAX's megablox). XLA
 computes the schedule from prefix sums before the kernel, without a loop: scalar code in the
 kernel takes longer than the product itself once experts are many and rows few.
 
 There are two types, since tiles are copied in two ways: a TPU's pipeline copies blocks that lie
 side by side, by their numbers (`BlockTiles`); Hopper's copy engine and the loop of
-`separate.py` copy from a row on (`RowTiles`), so that few rows of an expert are one tile.
+`separate.py` copy from any row on (`RowTiles`), so that an expert's few rows are one tile.
 Dims: R rows, E experts; P tiles, G groups of rows: the experts', then those of none
 """
 
@@ -28,7 +28,7 @@ class BlockTiles(NamedTuple):
         expert_P: the expert whose matrix is used.
         block_P: the block of rows.
         begin_P, end_P: the expert's rows within the block, counted from the block's first;
-            equal where the tile has no rows and only zeros are to be written.
+            equal if the tile has no rows and only zeros are to be written.
         count: [tiles, tiles before the first block that lies past the last expert's rows].
     """
 
@@ -47,7 +47,7 @@ def tiles_by_block(group_sizes_E, num_rows: int, block: int) -> BlockTiles:
     """Every block once for each expert that has rows in it, then the blocks without rows.
 
     A block past the last expert's rows is one tile, so that zeros are written to it. It names
-    the expert of the tile before, whose matrix is there already.
+    the expert of the previous tile, whose matrix is already there.
     """
     begin_E, end_E = group_bounds(group_sizes_E, num_rows)
     first_E, last_E = begin_E // block, (end_E - 1) // block
@@ -73,10 +73,10 @@ def tiles_by_block(group_sizes_E, num_rows: int, block: int) -> BlockTiles:
 
 
 def tiles_by_expert(group_sizes_E, num_rows: int, block: int) -> BlockTiles:
-    """Every expert with each block that holds rows of it; one without rows once.
+    """Every expert with each block that holds rows of it; an expert without rows once.
 
-    That tile writes the zeros of its gradient. It names the block of the tile before, which is
-    there already. Blocks past the last expert's rows are in no tile.
+    The latter's tile writes the zeros of its gradient. It names the block of the previous tile,
+    which is already there. Blocks past the last expert's rows are in no tile.
     """
     begin_E, end_E = group_bounds(group_sizes_E, num_rows)
     has_rows_E, last_E = end_E > begin_E, (end_E - 1) // block
@@ -154,7 +154,7 @@ def row_tiles(group_sizes_E, num_rows: int, block: int) -> RowTiles:
     tiles_G = jnp.where(end_G > begin_G, -(-(end_G - first_G) // block), 0)
     tiles_end_G = jnp.cumsum(tiles_G)
     tile_P = jnp.arange(max_row_tiles(num_rows, num_experts, block), dtype=jnp.int32)
-    # Comparing all with all is one small fused loop; a search is a chain of launches.
+    # Comparing all with all is one small fused loop; a search would be a chain of launches.
     group_P = jnp.sum(tile_P[:, None] >= tiles_end_G[None], axis=1, dtype=jnp.int32)
     group_P = jnp.minimum(group_P, num_experts)
     turn_P = tile_P - (tiles_end_G - tiles_G)[group_P]

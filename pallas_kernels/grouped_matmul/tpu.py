@@ -26,7 +26,7 @@ DTYPES = ("bfloat16", "float32")
 def refusal(x_dtype, w_dtype, R: int, D: int, F: int, E: int) -> str | None:
     """The reason why the kernels cannot multiply these, and what to do; None if they can.
 
-    All sizes but one of 1 feature are allowed: rests of blocks are masked.
+    All sizes are allowed, except 1 feature: rests of blocks are masked.
     """
     x_name, w_name = jnp.dtype(x_dtype).name, jnp.dtype(w_dtype).name
     if x_name not in DTYPES:
@@ -72,7 +72,7 @@ def forward(
     """As `api.grouped_matmul`; with `transpose_w` w is `[E, F, D]`.
 
     Args:
-        has_residual: whether to return also the residual of `apply_epilogue`, in the dtype of
+        has_residual: whether to return the residual of `apply_epilogue`, too, in the dtype of
             x.
         out_dtype: dtype of the result; None is the dtype of x.
         interpret: True, or `pltpu.InterpretParams`, to run without a TPU.
@@ -114,9 +114,9 @@ def forward(
 def weight_gradient(
     x_RD, dy_RF, group_sizes_E, *, out_dtype, tiling: Tiling | None = None, interpret=False
 ):
-    """`dw_e = x_e^T dy_e` over the rows of each expert: `[E, D, F]`, zero where it has none.
+    """`dw_e = x_e^T dy_e` over the rows of each expert: `[E, D, F]`, zero if it has none.
 
-    The rows are what is summed over, so they are the innermost axis of the pipeline: one
+    The sums are over rows, so these are the innermost axis of the pipeline: one
     expert's sum stays in fast memory, in float32, until its last tile of rows has been added.
     `x` is contracted over its first axis as it lies; no transposed copy of it is made. What is
     in rows past the last expert's does not matter.
@@ -134,7 +134,7 @@ def weight_gradient(
     problem = Problem.of(R, D, F, E, x_RD.dtype, out_dtype, is_weight_gradient=True)
     tiling = tiling or tpu_tiling.candidates(problem)[0]
     tiling.check(D, F)
-    # Where the result is float32 the sum is built up in its own block.
+    # If the result is float32, the sum is built up in its own block.
     block = pltpu.VMEM((tiling.block_D, tiling.block_F), jnp.float32)
     num_bytes = R * D * num_blocks(F, tiling.block_F) * x_RD.dtype.itemsize
     num_bytes += R * F * num_blocks(D, tiling.block_D) * dy_RF.dtype.itemsize
@@ -182,7 +182,7 @@ def _add_tile(tiles: BlockTiles, scratch, x_rd, dy_rf, dw_df):
     def _():
         sum_df[...] = jnp.zeros_like(sum_df)
 
-    # All rows of most blocks are the expert's: those need no mask.
+    # All rows of most blocks are the expert's: these need no mask.
     is_whole = (begin == 0) & (end == x_rd.shape[0])
 
     @pl.when(is_whole)

@@ -49,7 +49,7 @@ def run_pipeline(
         bytes_accessed: bytes that the kernel reads and writes, for XLA's scheduler.
         semantics: dimension semantics of the axes of the grid.
         rows_of_tiles: `(begin_P, end_P)` -> the number of rows that the body multiplies in each
-            tile; None where it multiplies whole blocks.
+            tile; None if it multiplies whole blocks.
     """
     tiles = schedule(group_sizes_E)
     shapes = [shape for shape, _ in results]

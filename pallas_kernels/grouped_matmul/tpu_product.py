@@ -2,13 +2,13 @@
 """Rows times the matrix of their expert, on a TPU: plain and quantized weights alike.
 
 For each tile of rows (`tile_schedule.py`) a block of its expert's matrix is copied while the
-one before is multiplied. Weights are what is read most when an expert has few rows: they have a
+previous one is multiplied. If an expert has few rows, weights are read most: they have a
 triple buffer. The order is columns, tiles, contraction: a matrix block that serves consecutive
 tiles is copied once if the contraction is not cut. Of a block of rows a tile multiplies only
 those of its expert, in pieces of at most 128 rows; the first piece has the least of four sizes
-that holds the remainder. A path of its own for blocks with rows of one expert would have 1.3%
-fewer instructions at most, another way to the gates of a piece's rows 1.5% (compiled for a v5e
-and a v5p); neither is here.
+that holds the remainder. A separate path for blocks with rows of one expert would have at most
+1.3% fewer instructions, another way to get the gates of a piece's rows 1.5% (compiled for a v5e
+and a v5p); neither is implemented.
 Dims: R rows, D inputs, F outputs, E experts, G groups of D with a scale; r d f blocks; P tiles
 """
 
@@ -48,7 +48,7 @@ class _Plan:
         chunk: columns of a block that are multiplied at a time.
         row_unit: number of rows of which each piece's first row is a multiple.
         chip: the chip; those without `multiplies_int8` multiply int8 rows in bfloat16.
-        names: names of the operands after rows and matrices, in their order.
+        names: names of the operands after rows and matrices, in order.
     """
 
     tiling: Tiling
@@ -106,12 +106,12 @@ def multiply_rows(
     """`y_r = epilogue(x_r w_e)`, `[R, F]`; zero past the last expert's rows.
 
     Args:
-        x_RD: float32, bfloat16, or int8, whose products with int8 are added up as int32 where
-            the chip multiplies int8, in float32 elsewhere, or float8_e4m3fn with weights of the
+        x_RD: float32, bfloat16, or int8, whose products with int8 are added up as int32 if the
+            chip multiplies int8, else in float32, or float8_e4m3fn with weights of the
             same dtype; for rows of 8 bits `block_R` is a multiple of 32.
         w: [E, D, F], or [E, F, D] if `is_output_major`; the dtype of x, int8, int4 or
             float8_e4m3fn.
-        w_gate: the gate's matrices of a gated linear unit, as w.
+        w_gate: the gate's matrices of a gated linear unit, like w.
         out_dtype: dtype of the result; None is the dtype of x, which a residual always has.
 
     Returns:
@@ -183,10 +183,10 @@ def multiply_rows(
 
 
 def _with_whole_tiles(x_RD, epilogue: Epilogue):
-    """The rows and what they have, to a multiple of 8, or of 32 where they have 8 bits.
+    """The rows and their factors, padded to a multiple of 8, or of 32 if they have 8 bits.
 
-    Mosaic copies whole tiles. Few texts that are decoded together have fewer rows. Rows past
-    the last expert's are not read.
+    Mosaic copies whole tiles, and a few texts that are decoded together have fewer rows. Rows
+    past the last expert's are not read.
     """
     missing = -len(x_RD) % (row_unit_of(x_RD.dtype) if x_RD.dtype.itemsize == 1 else 8)
     if not missing:
@@ -204,7 +204,7 @@ def _epilogue_operands(epilogue: Epilogue, tiling: Tiling):
     operands, specs = {}, {}
     for name, arrays in (("scale", epilogue.scales), ("zero", epilogue.zeros)):
         for i, each_EFG in enumerate(arrays):
-            # All groups of a feature block at once: a row of them is no whole tile of memory.
+            # All groups of a feature block at once: a row of them is not a whole memory tile.
             each_EGF = jnp.swapaxes(each_EFG, 1, 2).astype(jnp.float32)
             operands[f"{name}{i}"] = each_EGF
             specs[f"{name}{i}"] = ((None, each_EGF.shape[1], tiling.block_F), "expert")
@@ -233,7 +233,7 @@ def pipeline_specs(plan: _Plan, specs, tiles: BlockTiles):
     count, with_rows = tiles.count[0], tiles.count[1]
 
     def fetched(p):
-        # A tile that only writes zeros names what is there already.
+        # A tile that only writes zeros names blocks that are already there.
         return jnp.minimum(p, jnp.maximum(with_rows - 1, 0))
 
     def fetched_D(p, d):
@@ -265,7 +265,7 @@ def _multiply_tile(plan: _Plan, tiles: BlockTiles, scratch, x_rd, *refs):
     """One tile of rows with one block of each of its expert's matrices.
 
     Tiles of a block come in the order of their rows. So a tile may leave anything in the rows
-    behind its own: the next one writes them, or the block's last one zeros.
+    after its own: the next tile overwrites them, or the block's last one writes zeros.
     """
     matrices, refs = refs[: plan.num_matrices], refs[plan.num_matrices :]
     extras = dict(zip(plan.names, refs, strict=False))
@@ -280,7 +280,7 @@ def _multiply_tile(plan: _Plan, tiles: BlockTiles, scratch, x_rd, *refs):
         values = _apply_epilogue(plan, extras, sums, piece, columns)
         for result, value in zip(results, values, strict=False):
             value = value.astype(result.dtype)
-            if piece.is_first:  # what the tile before stored above `begin` stays
+            if piece.is_first:  # what the previous tile stored above `begin` stays
                 row_r = piece.start + lax.broadcasted_iota(jnp.int32, value.shape, 0)
                 value = jnp.where(row_r < begin, result[piece.rows, columns], value)
             result[piece.rows, columns] = value
@@ -325,7 +325,7 @@ def _multiply_tile(plan: _Plan, tiles: BlockTiles, scratch, x_rd, *refs):
             multiply_chunk(slice(None))
             return
 
-        # A loop: the instructions of a whole block would fill the memory that they lie in.
+        # A loop: the instructions of a whole block would fill the instruction memory.
         @pl.loop(0, plan.tiling.block_F // plan.chunk)
         def _(i):
             multiply_chunk(pl.ds(pl.multiple_of(i * plan.chunk, LANES), plan.chunk))
@@ -369,7 +369,7 @@ def _for_pieces(plan: _Plan, begin, end, run) -> None:
     """Runs `run(piece)` for pieces that cover the rows from `begin` to `end` of a block.
 
     Every piece pushes the matrix into the matrix unit again, which is hidden behind 60 rows or
-    more. So all but the first are as large as one may be.
+    more. So all but the first are as large as possible.
     """
     tiling, unit = plan.tiling, plan.row_unit
     start = begin // unit * unit
@@ -379,7 +379,7 @@ def _for_pieces(plan: _Plan, begin, end, run) -> None:
 
         @pl.when(which == i)
         def _(size=size):
-            # Not beyond the block, whose size is no multiple of that of the steps.
+            # Not beyond the block, whose size is not a multiple of the steps' size.
             first = jnp.minimum(start, tiling.block_R - size - further * PIECE_ROWS)
             run(_Piece(first, size, unit, is_first=True))
 
@@ -415,13 +415,13 @@ def _dot(plan: _Plan, x_rd, w, width: int | None, zeros_1f):
         x_rd = x_rd.astype(jnp.bfloat16)  # which has integers up to 256
     if x_rd.dtype == FLOAT8 and (width is not None or not reads_float8(plan.chip)):
         x_rd = x_rd.astype(jnp.bfloat16)
-    # The matrix unit takes float8 beside bfloat16, in half of the time; not to be masked.
+    # The matrix unit takes float8 beside bfloat16, in half the time; it cannot be masked.
     is_read = w.dtype == FLOAT8 and x_rd.dtype == jnp.bfloat16 and reads_float8(plan.chip)
     if w.dtype != x_rd.dtype and not (is_read and width is None):
         w = w.astype(x_rd.dtype)
     axis = 1 if plan.is_output_major else 0
     if width is not None:
-        # What lies behind the last channel is whatever was there: it may be NaN.
+        # What lies after the last channel is whatever was there: it may be NaN.
         x_rd, w = _first(x_rd, 1, width), _first(w, axis, width)
     y_rf = exact_dot(x_rd, w, 1, axis)
     if zeros_1f is None:
@@ -430,7 +430,7 @@ def _dot(plan: _Plan, x_rd, w, width: int | None, zeros_1f):
 
 
 def exact_dot(a, b, contract_a: int, contract_b: int):
-    """A product in float32; float32 operands are not rounded to bfloat16, integers at all."""
+    """A product in float32; float32 is not rounded to bfloat16, and integers not at all."""
     if a.dtype == jnp.int8:
         contracted = (((contract_a,), (contract_b,)), ((), ()))
         return lax.dot_general(a, b, contracted, preferred_element_type=jnp.int32).astype(
@@ -447,7 +447,7 @@ def exact_dot(a, b, contract_a: int, contract_b: int):
 
 
 def _first(a, axis: int, width: int):
-    """`a` with zeros behind the first `width` along an axis."""
+    """`a` with zeros after the first `width` along an axis."""
     return jnp.where(lax.broadcasted_iota(jnp.int32, a.shape, axis) < width, a, 0)
 
 
@@ -468,7 +468,7 @@ def _apply_epilogue(plan: _Plan, extras, sums, piece: _Piece, columns):
 
 
 def _column(numbers_1r, piece: _Piece):
-    """`[size, 1]`: the numbers of the rows of a piece, out of those of a block, in a row."""
+    """`[size, 1]`: the numbers of the rows of a piece, out of a block's, which lie in a row."""
     shape = piece.size, numbers_1r.shape[1]
     row_r = piece.start + lax.broadcasted_iota(jnp.int32, shape, 0)
     is_its = row_r == lax.broadcasted_iota(jnp.int32, shape, 1)

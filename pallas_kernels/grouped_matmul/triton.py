@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouped matrix product on NVIDIA GPUs before and after Hopper, and its weights' gradient.
 
-An A100, L4 or RTX has no wgmma, and Blackwell has another one. `jax.lax.ragged_dot` is no way
-out: compiled for them, it multiplies every row by every expert's matrix. JAX deprecates this
-back end of Pallas, Triton, from 0.11 on; it is used while JAX ships it, for these chips, and
-on Hopper for what the kernel of Hopper refuses, float32.
+An A100, L4 or RTX has no wgmma, and Blackwell has a different one. `jax.lax.ragged_dot` is no
+way out: compiled for them, it multiplies every row by every expert's matrix. JAX deprecates
+this back end of Pallas, Triton, from 0.11 on; it is used while JAX ships it, for these chips,
+and on Hopper for what the Hopper kernel refuses, float32.
 
 No schedule is made before the kernel: each block of threads finds its tile among the experts
 by prefix sums of their sizes, a vector of E elements. Tiles begin at any row.
@@ -72,7 +72,7 @@ def forward(
     """As `api.grouped_matmul`; with `transpose_w` w is `[E, F, D]`.
 
     Args:
-        has_residual: whether to return also the residual of `apply_epilogue`, in the dtype of
+        has_residual: whether to return the residual of `apply_epilogue`, too, in the dtype of
             x.
         out_dtype: dtype of the result; None is the dtype of x.
 
@@ -131,7 +131,7 @@ class Place:
         return plgpu.load(x_ref.at[self.row_T[:, None], depth_K[None]], mask=mask, other=0)
 
     def matrix_of(self, w_ref, *axes):
-        """A tile of the expert's matrix; of both axes the indices, and how many there are."""
+        """A tile of the expert's matrix; `axes` are each axis's indices and their bound."""
         (row_I, num_rows), (column_J, num_columns) = axes
         place = w_ref.at[self.expert, row_I[:, None], column_J[None]]
         if num_rows % row_I.shape[0] == 0 and num_columns % column_J.shape[0] == 0:
@@ -174,13 +174,13 @@ def multiply_rows(
     interpret: bool,
     name: str,
 ):
-    """`[R, F]` in `out_dtype`, and with `has_residual` the residual after it, in that of x.
+    """`[R, F]` in `out_dtype`, and with `has_residual` then the residual, in the dtype of x.
 
     Args:
         matrices: one, or two of a gated linear unit, each the arrays of which it is made.
-        product: `(place, first, K, x, *arrays)`, the float32 sums `[T, N]` of the step of K
-            channels from the first on.
-        finish: `(sums, place, *arrays)`, what is done to those of all steps.
+        product: function `(place, first, K, x, *arrays)`: the float32 sums `[T, N]` of the step
+            of K channels from `first` on.
+        finish: function `(sums, place, *arrays)` applied to the sums of all steps.
     """
     (R, D), (E,) = x_RD.shape, group_sizes_E.shape
     if tiling is None:
@@ -191,7 +191,7 @@ def multiply_rows(
     dtypes = [out_dtype or x_RD.dtype] + [x_RD.dtype] * (len(matrices) * has_residual)
     arrays = [each for one in matrices for each in one]
     operands = [group_sizes_E, x_RD, *arrays, *named.values()]
-    # At most a tile for each expert with rows, and for the rows of none, that is not full.
+    # At most one tile that is not full for each expert with rows, and for the rows of none.
     tiles = R // tiling.rows + min(E, R) + 1
 
     def body(*refs):
@@ -222,8 +222,8 @@ def multiply_rows(
 def _run(body, operands, results, grid, tiling: Tiling, interpret: bool, name: str) -> list:
     """The results of a kernel, on a GPU or interpreted; the sizes of the groups come first.
 
-    The interpreter moves a tile that reaches out of bounds, masked or not: there arrays are
-    longer by as much as any tile is.
+    The interpreter moves a tile that reaches out of bounds, masked or not: its arrays are
+    longer by the longest side of a tile.
     """
     sizes_E, *arrays = operands
     shapes = [shape for shape, _ in results]
@@ -279,7 +279,7 @@ def _tile(
         for ref, value_TN in zip(residual_refs, [z_TN, *others], strict=False)
     ]
     for ref, value_TN in stores:
-        # What a parameter of the last expert made of rows that have none.
+        # Drops what parameters of the last expert made of rows that have no expert.
         value_TN = jnp.where(has_expert, value_TN, 0.0).astype(ref.dtype)
         plgpu.store(ref.at[row_T[:, None], feature_N[None]], value_TN, mask=mask)
 

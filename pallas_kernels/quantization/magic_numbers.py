@@ -8,9 +8,9 @@ integer of n bits with its highest bit flipped is u = q + 2^(n-1), so `bits ^ (0
 2^(n-1))` is 1024 + 2^(n-1) + q, and a subtraction of two numbers at once leaves q. All steps
 are exact.
 
-What is here is what compiled code was counted to gain from, in the kernels that call it
-(experiments/magic_numbers). Elsewhere kernels convert by `astype`: to bfloat16 Mosaic GPU has
-magic numbers of its own, and TPUs convert in fewer instructions.
+Only conversions from which compiled code was counted to gain, in the kernels that call them,
+are here (experiments/magic_numbers). Elsewhere kernels convert by `astype`: to bfloat16 Mosaic
+GPU has magic numbers of its own, and TPUs convert in fewer instructions.
 """
 
 import jax.numpy as jnp
@@ -61,8 +61,8 @@ def _signed(bits, width: int, dtype):
 def float8_to_float16(bits):
     """float8_e4m3fn, given as int8, as float16: exact, for the values of a `QTensor`.
 
-    Both have the exponent before the mantissa; 2^8 is what lies between their biases of 7 and
-    15. Subnormal numbers become subnormal ones, and then normal.
+    Both have the exponent before the mantissa; 2^8 makes up for the difference of their biases,
+    7 and 15. Subnormal numbers become subnormal ones, and then normal.
     """
     bits = bits.astype(jnp.int16)
     bits = (bits & -(2**15)) | ((bits & 127) << 7)

@@ -7,7 +7,7 @@ and group of inputs, and `w_df = s_gf (q_df - z_gf)`. Both formats keep `qzeros 
 `scales [G, F]`, n values to an int32. They differ in `qweight`:
 
 - GPTQ (AutoGPTQ, GPTQModel): `[D / n, F]`, n consecutive inputs in an int32, the first in the
-  lowest bits. The format `gptq` stores zero points less one, `gptq_v2` as they are.
+  lowest bits. The format `gptq` stores zero points minus one, `gptq_v2` as they are.
 - AWQ (AutoAWQ's "gemm", 4 bits): `[D, F / 8]`, 8 consecutive outputs in an int32, in the order
   0, 2, 4, 6, 1, 3, 5, 7 from the lowest bits on, zero points too.
 
@@ -52,7 +52,7 @@ def from_gptq(
         qweight: int32 `[E, D / n, F]`, n = 32 / bits.
         qzeros: int32 `[E, G, F / n]`.
         scales: floating point `[E, G, F]`.
-        g_idx: int32 `[E, D]`, the group of each input; None where inputs are in order.
+        g_idx: int32 `[E, D]`, the group of each input; None if inputs are in order.
         bits: 4 or 8.
         checkpoint_format: the format in quantize_config.json, `gptq` or `gptq_v2`.
 
@@ -104,7 +104,7 @@ def _in_order(packed):
 
 
 def _qtensor(q_EDF, zeros_EGF, scales_EGF, bits: int) -> QTensor:
-    """A QTensor of these numbers with signed integers: q and z less half of their range."""
+    """A QTensor of these numbers with signed integers: q and z minus half of their range."""
     E, D, F = q_EDF.shape
     G = scales_EGF.shape[1]
     if D % G:

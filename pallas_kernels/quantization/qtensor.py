@@ -3,8 +3,8 @@
 
 Kim et al. 2022, "Who Says Elephants Can't Run" (arXiv:2211.10017), section 3.4: symmetric,
 range-based, one scale for each output feature of each expert. Weights that others quantized
-may have zero points (`packed_int32.py`). Output-major: the training layout is [E, D, F], this
-one [E, F, D], so that what is summed over lies together.
+may have zero points (`packed_int32.py`). The layout is output-major: in training it is
+[E, D, F], here [E, F, D], so that what is summed over lies together.
 Dims: E experts, D inputs, F outputs, G groups of D with a scale
 """
 
@@ -47,8 +47,8 @@ class QTensor:
             `[E, F, D]`.
         scales_EFG: float32; G = 1, or D / group_size.
         bits: 8 or 4.
-        group_size: number of channels of D that share a scale; None where all of them do.
-        zeros_EFG: zero points, float32; None where all are 0, as from `quantize`.
+        group_size: number of channels of D that share a scale; None if all of them do.
+        zeros_EFG: zero points, float32; None if all are 0, as from `quantize`.
         is_fragments: whether native values are in the order of `fragments`.
         layout_version: version of the layout of `values`; stays with the arrays.
     """
@@ -65,7 +65,7 @@ class QTensor:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(E, D, F), as the matrices are multiplied by."""
+        """(E, D, F), the shape of the matrices in a product."""
         E, F, last = self.values.shape
         return E, 2 * last if self.is_packed else last, F
 
@@ -80,9 +80,9 @@ class QTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of values, scales and zero points on a device; an int4 takes half of one there.
+        """Bytes of values, scales and zero points on a device, where an int4 takes half a byte.
 
-        `jax.Array.nbytes` says a whole one for `jnp.int4`.
+        `jax.Array.nbytes` counts a whole one for `jnp.int4`.
         """
         num_scales = math.prod(self.scales_EFG.shape)
         return self.values_nbytes + 4 * num_scales * (1 if self.zeros_EFG is None else 2)
@@ -94,8 +94,8 @@ class QTensor:
     def native(self) -> Self:
         """A copy with the values that kernels read: 8-bit values, or `jnp.int4`.
 
-        Arrays are converted once: the tensor keeps what it returned, and while it is there,
-        both take memory. Values that are traced are converted wherever their program runs.
+        Arrays are converted once: the tensor keeps what it returned, and as long as it exists,
+        both take memory. Traced values are converted whenever their program runs.
         """
         self.check()
         if self.is_fragments:
@@ -105,7 +105,7 @@ class QTensor:
         return self._kept("_native", lambda: _native(self))
 
     def _kept(self, name: str, make: Callable[[], Self]) -> Self:
-        """What `make` gives, made once; what is traced is made anew."""
+        """The result of `make`, made once; traced results are made anew."""
         if (kept := self.__dict__.get(name)) is not None:
             return kept
         made = make()
@@ -119,9 +119,9 @@ class QTensor:
         With n = 4 for 4 bits and 2 for 8: of 8 n channels, number 8 i + 2 t + h stands at
         2 n t + n h + i. So the 32 bits at t are what a thread gives to n products of 16
         channels, and the two for one instruction are 16 bits apart (Frantar et al. 2024,
-        MARLIN, arXiv:2408.11743). What that kernel reads in native order alone stays `native`:
-        float8, those with zero points, scales of groups that are no multiples of 64, and where
-        8 n does not divide D.
+        MARLIN, arXiv:2408.11743). Weights that the kernel reads only in native order stay
+        `native`: float8, those with zero points, with scales of groups that are not multiples
+        of 64, and those where 8 n does not divide D.
         """
         self.check()
         if self.is_fragments:
@@ -135,12 +135,12 @@ class QTensor:
     def without_zeros(self) -> Self:
         """`native` with zero points subtracted from the values, which are then int8.
 
-        It is for kernels without zero points. It is exact, as differences of 4-bit numbers are
-        -15 to 15, and takes twice the bytes. Arrays are converted once, as by `native`.
+        It is for kernels without zero points. It is exact, since differences of 4-bit numbers
+        are -15 to 15, and takes twice the bytes. Arrays are converted once, as by `native`.
 
         Raises:
             ValueError: 8-bit values, whose differences may not fit 8 bits; or zero points that
-                are no integers of -16 to 16. (Under `jax.jit` they are not known.)
+                are not integers of -16 to 16. (Under `jax.jit` they are not known.)
         """
         if self.zeros_EFG is None:
             return self.native()
@@ -175,7 +175,7 @@ class QTensor:
         return dataclasses.replace(q, values=pack_int4(q.values))
 
     def check(self) -> None:
-        """Raises ValueError where the fields do not describe one quantized tensor.
+        """Raises ValueError if the fields do not describe one quantized tensor.
 
         Not in `__post_init__`: JAX makes QTensors of whatever its transformations map over.
         """
@@ -240,7 +240,7 @@ def _in_order(q: QTensor) -> QTensor:
 
 
 def _reordered(q: QTensor, moved: tuple[int, int]) -> QTensor:
-    """With the axis of n products of each 8 n channels moved; XLA moves whole bytes."""
+    """Moves the axis of n products of each 8 n channels; XLA moves whole bytes."""
     (E, F, D), n = q.values.shape, 32 // (2 * q.bits)
     parts = (n, 4, 2) if moved[0] == 3 else (4, 2, n)
     values = q.values.astype(jnp.int8).reshape(E, F, D // (8 * n), *parts)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights to integers or float8 and back, by rules for the scale, and the error that is made.
+"""Weights to integers or float8 and back, by rules for the scale, and the resulting error.
 
 Kim et al. 2022 (arXiv:2211.10017), section 3.4: symmetric, per channel, weights only, so
 that nothing has to be calibrated.
@@ -18,7 +18,7 @@ METHODS = ("absmax", "ft", "mse")
 VALUES_OF_8_BITS = ("int8", FLOAT8.name)
 MAX_FLOAT8 = float(jnp.finfo(FLOAT8).max)  # 448
 
-# What `mse` tries: the largest weight times 32/64, 33/64, .. 64/64 is the largest integer.
+# Ratios of `mse`: the largest weight times 32/64, 33/64, .. 64/64 is the largest integer.
 # For normal weights and D = 4096 the best lies near 0.6 with 4 bits and at 0.9 or above with 8.
 CLIP_RATIOS = np.arange(32, 65) / 64
 
@@ -36,12 +36,12 @@ def quantize(
     - `ft`: m / 2^(bits-1), the positive end clipped to q: `symmetric_quantize` of
       FasterTransformer, the library of the paper.
     - `mse`: r m / q with the r of `CLIP_RATIOS` of least squared error; what lies outside
-      of -q - 1 .. q is clipped. With 4 bits a fifth to a third less error than `absmax`, at
-      no cost later.
+      of -q - 1 .. q is clipped. With 4 bits it has a fifth to a third less error than `absmax`,
+      at no cost later.
 
     Values are rounded to nearest, ties to even. Channels of zeros have scale 1.
 
-    float8_e4m3fn has `absmax` alone, with q = 448: the scale takes the largest weight to the
+    float8_e4m3fn has only `absmax`, with q = 448: the scale takes the largest weight to the
     largest value, so that none overflows, which would be NaN. A weight within 1/28,672 of the
     largest is off by up to a sixteenth of itself, a smaller one by up to 1/458,752 of the
     largest.
@@ -67,7 +67,7 @@ def quantize(
 
 
 def name_of(dtype) -> str:
-    """The name of a dtype, which may be one; of what is none its text, which callers refuse."""
+    """The name of a dtype, which may be given by name; else its text, which callers refuse."""
     try:
         return dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
     except TypeError:
@@ -77,8 +77,8 @@ def name_of(dtype) -> str:
 def quantize_rows(x_RD, dtype="int8"):
     """Rows of 8 bits with a scale each: `x_rd = scale_r values_rd`.
 
-    The largest magnitude is 127, of float8_e4m3fn 448. Rounded to nearest, ties to even. Rows
-    of zeros have scale 1. A row with NaN has the scale NaN, and so has its product.
+    The largest magnitude is 127, for float8_e4m3fn 448. Values are rounded to nearest, ties to
+    even. Rows of zeros have scale 1. A row with NaN has the scale NaN, and its product is NaN.
 
     Args:
         dtype: `int8` or `float8_e4m3fn`.
@@ -103,7 +103,7 @@ def quantize_rows(x_RD, dtype="int8"):
     is_float8 = dtype == FLOAT8.name
     most = MAX_FLOAT8 if is_float8 else 127
     largest_R = jnp.max(jnp.abs(x_RD), axis=1)
-    # A reciprocal of less would not be finite.
+    # The reciprocal of anything less would not be finite.
     is_zero_R = largest_R < most * jnp.finfo(jnp.float32).tiny
     scale_R = jnp.where(is_zero_R, 1, largest_R / most)
     values_RD = x_RD / scale_R[:, None]
@@ -123,7 +123,7 @@ def dequantize(q: QTensor):
     """float32 `[E, D, F]`: the weights that a QTensor stands for.
 
     Raises:
-        ValueError: `q` is no QTensor, or of another layout.
+        ValueError: `q` is not a QTensor, or has another layout.
     """
     _check_qtensor(q)
     q = q.native()

@@ -37,7 +37,7 @@ def quantized_grouped_matmul(
     tiling: Any = None,
     interpret: bool = False,
 ):
-    """`y_r = gate_r act(x_r w_e + bias_e) (x_r w_gate_e)`, e the expert of row r, as x's dtype.
+    """`y_r = gate_r act(x_r w_e + bias_e) (x_r w_gate_e)`, e the expert of row r, in x's dtype.
 
     Weights are dequantized inside of the product, a tile at a time. Products are added up in
     float32, and the scale of a whole channel multiplies the sum. Rows past the last group are
@@ -52,11 +52,11 @@ def quantized_grouped_matmul(
         x_RD: float32, bfloat16 or float16.
         w: weights from `quantize`, or from `from_awq` or `from_gptq`, whose zero points a
             TPU's kernel subtracts by way of the sums of the rows; for Hopper's kernel they are
-            subtracted from the values, which are int8 then, exactly and in twice the bytes.
-            Kernels read native values, Hopper's also and fastest `fragments()`: others that are
-            an argument of a compiled program are converted whenever it runs, with a warning;
+            subtracted from the values, which are then int8, exactly and in twice the bytes.
+            Kernels read native values, Hopper's also and fastest `fragments()`: other forms,
+            as arguments of a compiled program, are converted whenever it runs, with a warning;
             arrays are converted once (`QTensor.native`).
-        w_gate: the gate's matrices of a gated linear unit; quantized as w is.
+        w_gate: the gate's matrices of a gated linear unit, quantized like w.
         quantize_rows_to: `int8` or, with float8 weights, `float8_e4m3fn` quantizes the rows as
             well, with one scale for each row (`quantize_rows`). A TPU multiplies int8 by int8
             (int4 weights become int8) and adds up in int32, and float8 by float8 in float32.
@@ -95,7 +95,7 @@ def quantized_grouped_matmul(
     )
     check_tiling(tiling, module)
     is_tuned = w_gate is None and quantize_rows_to is None and not w.is_float8
-    # Fragments are read as they are given, both matrices alike; none are made here.
+    # Fragments are read if both matrices are given as such; none are made here.
     given = [each for each in (w, w_gate) if each is not None]
     if not (hasattr(module, "FRAGMENTS") and all(each.is_fragments for each in given)):
         w, w_gate = (each and _weights_of(module, each) for each in (w, w_gate))
@@ -117,7 +117,7 @@ def quantized_grouped_matmul(
 
 
 def _weights_of(module: ModuleType, w: QTensor) -> QTensor:
-    """The weights as a module reads them."""
+    """The weights in the form that a module reads."""
     is_reference = module.__name__.endswith(f".{REFERENCE}")
     form = getattr(module, "FORM", "native")
     is_other = w.bits == 4 and not is_reference and w.is_packed != (form == "packed")
@@ -135,7 +135,7 @@ def _weights_of(module: ModuleType, w: QTensor) -> QTensor:
 
 
 def _checked_row_dtype(quantize_rows_to, w: QTensor) -> str:
-    """The dtype's name; raises ValueError where these weights do not allow it for rows."""
+    """The dtype's name; raises ValueError if these weights do not allow it for rows."""
     name, expected = name_of(quantize_rows_to), VALUES_OF_8_BITS[w.is_float8]
     if name != expected:
         raise ValueError(
@@ -146,7 +146,7 @@ def _checked_row_dtype(quantize_rows_to, w: QTensor) -> str:
 
 
 def _quantized_rows(module: ModuleType, x_RD, dtype: str):
-    """The rows as a module multiplies quantized ones, and their scales where it has them."""
+    """Quantized rows in the form that a module multiplies, and their scales if it takes any."""
     values_RD, scale_R = quantize_rows(x_RD, dtype)
     if module.__name__.endswith(".tpu"):
         return values_RD, scale_R

@@ -4,9 +4,9 @@
 Kim et al. 2022, Who Says Elephants Can't Run (arXiv:2211.10017), section 3.3: weights stay
 integers up to the registers. There they are converted (`prmt`, `lop3` and one subtraction, the
 paper's magic numbers) and go into wgmma as its register operand, which is the first one: so
-features stand on the rows of wgmma and tokens on its columns (gpu_product.py). The scale of a
-feature multiplies the float32 accumulator once, where a scale in the weights would cost one
-multiplication more for each of them. A scale for each group of D multiplies the sum of each
+features are on the rows of wgmma and tokens on its columns (gpu_product.py). The scale of a
+feature multiplies the float32 accumulator once, whereas a scale in the weights would cost one
+more multiplication for each of them. A scale for each group of D multiplies the sum of each
 step instead.
 
 In the order of `QTensor.fragments` a thread has in its 32 bits what it multiplies: two weights
@@ -15,8 +15,8 @@ shuffles and `prmt` bring them there; to bfloat16 Mosaic converts them, to float
 quantization/magic_numbers.py.
 
 Through shared memory (`Tiling.through_smem`), the converted weights are written there and
-read by wgmma from there: the same products in the same order, and what the interpreter runs,
-which knows no register operand.
+read by wgmma from there: the same products in the same order. The interpreter runs this way,
+since it knows no register operand.
 Dims: R rows, D inputs, F outputs, E experts, G groups of D with a scale; T rows
 of a tile, K one step of D, M features of a warpgroup, P tiles of rows, N tiles of M features
 """
@@ -54,7 +54,7 @@ from pallas_kernels.tiling.gpu import (
 # next ones runs beside it.
 CONVERTED = 64
 _LAYOUTS = {8: plgpu.Layout.WGMMA_UPCAST_2X, 4: plgpu.Layout.WGMMA_UPCAST_4X}
-# Those of integers in the order of `QTensor.fragments`, which this kernel reads.
+# Layouts of integers in the order of `QTensor.fragments`, which this kernel reads.
 FRAGMENTS = {8: plgpu.Layout.WGMMA_8BIT, 4: plgpu.Layout.WGMMA_UPCAST_4X}
 
 
@@ -90,7 +90,7 @@ def default_tiling(
     if group_size is not None and group_size < D:
         tile_n = min(tile_n, 128 // num_matrices)  # Each accumulator has a second beside it.
     wanted = 256 if bits == 4 and tile_n <= 64 else 128 if tile_n <= 128 else 64
-    # Longer steps have fewer waits; not where D is in parts for want of tiles.
+    # Longer steps have fewer waits; not if D is in parts for want of tiles.
     if bits == 4 and tile_n == 32 and num_matrices == 1 and min(R, E) * F >= 128 * H200_SMS:
         wanted = 512
     depths = (512, 256, 128, 64)
@@ -107,10 +107,10 @@ def default_tiling(
 
 
 def _pays_wide(tiling: Tiling, R: int, F: int, E: int) -> bool:
-    """Whether each SM has half as many tiles where warpgroups take 128 features.
+    """Whether each SM has half as many tiles if warpgroups take 128 features.
 
-    What a tile takes beside its steps, with few rows as long as four of them, is then taken
-    half as often.
+    The time that a tile takes besides its steps, with few rows as long as four of them, is then
+    taken half as often.
     """
     block = tiling.tile_m * tiling.warpgroups
     tiles, wide_tiles = (min(R, E) * -(-F // each) for each in (block, 2 * block))
@@ -142,7 +142,7 @@ def _checked(
 ) -> Tiling:
     tiling = checked(tiling, D, dtype, _w_dtype(bits), num_matrices=num_matrices)
     has_groups = group_size is not None and group_size != D
-    # Each of three has 152 registers a thread; what it converts would be spilled.
+    # Each of three has 152 registers per thread; what it converts would be spilled.
     if tiling.warpgroups == 3 and (tiling.tile_m > 64 or has_groups and tiling.tile_n > 64):
         raise ValueError(
             f"tile_m={tiling.tile_m} by tile_n={tiling.tile_n} and the weights that are "
@@ -300,7 +300,7 @@ def _weights(
         scratch=scratch,
         load=load,
         # int4 that is carried from step to step is packed anew by JAX 0.11 and later: 705
-        # instructions of a loop that has 380.
+        # instructions in a loop that has 380.
         may_load_ahead=bits == 8,
         depth_per_scale=group_size,
     )
@@ -312,7 +312,7 @@ def _in_order(q_MK):
     return jnp.moveaxis(q_MK.reshape(M, K // (8 * parts), 4, 2, parts), 4, 2).reshape(M, K)
 
 
-# Of two weights, 16 bits apart in 32: their 16-bit numbers, two instructions or three.
+# 16-bit numbers of two weights, 16 bits apart in 32, in two instructions or three.
 _CONVERSIONS = {
     (4, jnp.dtype(jnp.bfloat16)): """
         mov.b32 magic, 0x43084308;
@@ -322,7 +322,7 @@ _CONVERSIONS = {
         mov.b32 magic, 0x64086408;
         lop3.b32 found, $1, 0x000F000F, magic, (0xf0 & 0xcc) ^ 0xaa;
         sub.f16x2 $0, found, magic;""",
-    # bfloat16 has no place for 8 bits: 128 + 7 of them, less 128, or 256 where the 8th is set.
+    # bfloat16 has no place for 8 bits: 128 + 7 of them, minus 128, or 256 if the 8th is set.
     (8, jnp.dtype(jnp.bfloat16)): """
         mov.b32 magic, 0x43004300;
         lop3.b32 found, $1, 0x007F007F, magic, (0xf0 & 0xcc) | 0xaa;
@@ -333,7 +333,7 @@ _CONVERSIONS = {
         lop3.b32 found, $1, 0x00FF00FF, magic, (0xf0 & 0xcc) ^ 0xaa;
         sub.f16x2 $0, found, magic;""",
 }
-# Products to which the 32 bits of a thread belong.
+# Number of products to which the 32 bits of a thread belong.
 _PARTS = {8: 2, 4: 4}
 
 
@@ -341,7 +341,7 @@ def _from_fragments(q_MK, dtype):
     """Integers in the order of `QTensor.fragments` as `dtype` of layout WGMMA, exactly.
 
     A register has 8 weights of 4 bits, or 4 of 8; those that are 16 bits apart are what this
-    thread gives to a product. So none needs what another thread has, and a shift comes between
+    thread gives to a product. So no thread needs another's, and a shift comes between
     one product's weights and the next one's (quantization/magic_numbers.py has the arithmetic).
     """
     bits = jax.dtypes.itemsize_bits(q_MK.dtype)

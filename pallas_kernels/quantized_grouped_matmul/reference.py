@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantized grouped matrix product in plain JAX: what the kernels are held to, and for CPUs.
+"""Quantized grouped matrix product in plain JAX: the kernels' reference, and the one for CPUs.
 
 Kim et al. 2022 (arXiv:2211.10017), section 3.4. On CPU a block of one expert's matrix is
-dequantized at a time, in the loops of `grouped_matmul.reference`. On TPU and GPU, where the
-kernels are for use and this for comparison, `jax.lax.ragged_dot` of all matrices dequantized.
+dequantized at a time, in the loops of `grouped_matmul.reference`. On TPU and GPU, where kernels
+are for use and this is for comparison, it is `jax.lax.ragged_dot` of all matrices dequantized.
 Dims: R rows, D inputs, F outputs, E experts, G groups of D with a scale, C of D in a group; K
 of F of a block; X columns of the matrix as it is stored
 """
@@ -35,7 +35,7 @@ def forward(
 ):
     """As `api.quantized_grouped_matmul`; everything before the last rounding is float32.
 
-    Packed weights are the quicker ones on CPU, whose tiling it is.
+    Packed weights are the quicker ones on CPU; the tiling is for CPU.
 
     Raises:
         ValueError: `tiling` does not fit.
@@ -75,8 +75,8 @@ def product_on_cpu(x_RD, w: QTensor, group_sizes_E, tiling: Tiling):
     _, D, F = w.shape
     x_RD = vary_like(x_RD, w, group_sizes_E)
     K, C = tiling.weight_rows, D // w.scales_EFG.shape[2]
-    # Low nibbles of a block, then its high ones, are even channels, then odd ones. Ordering x
-    # like that is little work; interleaving nibbles takes as long as the product.
+    # Low nibbles of a block, then its high ones, are even channels, then odd ones. Putting x in
+    # that order is little work; interleaving nibbles takes as long as the product.
     is_split = w.is_packed and C % 2 == 0
     if is_split:
         x_RD = jnp.concatenate([x_RD[:, ::2], x_RD[:, 1::2]], axis=1)

@@ -4,8 +4,8 @@
 The weights cross memory as they are stored and become floating point on their way into the
 matrix unit, from native int4: v6e and later convert it in one instruction, and nibbles that
 are unpacked by hand take 1.2 to 1.6 times the instructions. The matrix unit of a v5 and later
-takes float8_e4m3fn as it is; see `QTensor` for the values that it must not have. The scale is
-multiplied to the float32 sums after the last channel, so it costs nothing per weight. (Kim et
+takes float8_e4m3fn as it is; see `QTensor` for the values that it must not have. The float32
+sums are multiplied by the scale after the last channel, so it costs nothing per weight. (Kim et
 al. 2022, Who Says Elephants Can't Run, arXiv:2211.10017, sections 3.3 to 3.5.)
 Dims: R rows, D inputs, F outputs, E experts, G groups of D with a scale
 """
@@ -24,8 +24,8 @@ def refusal(
 ) -> str | None:
     """The reason why the kernel cannot multiply these, and what to do; None if it can.
 
-    Any sizes will do but for the groups of channels that share a scale: they are a multiple of
-    128, and so few that blocks of whole groups fit.
+    Any sizes will do, except for the groups of channels that share a scale: they are a multiple
+    of 128, and so few that blocks of whole groups fit.
     """
     if reason := plain.refusal(x_dtype, x_dtype, R, D, F, E):
         return reason

@@ -2,11 +2,11 @@
 """Grouped product with int8, int4 or float8 weights on NVIDIA GPUs before and after Hopper.
 
 Kim et al. 2022, Who Says Elephants Can't Run (arXiv:2211.10017), section 3.3: weights cross
-memory as they are stored, and become floating point in registers, those of experts with rows
-alone. Triton knows no int4: weights of 4 bits are read packed, and multiplied as two halves,
-the channels of even and of odd numbers, so that nibbles are not interleaved. It converts no
-float8 below compute capability 8.9: its bits are moved to where float16 has them. Where their
-compiled code is shorter for it, integers are converted by the paper's magic numbers
+memory as they are stored, only those of experts with rows, and become floating point in
+registers. Triton has no int4: weights of 4 bits are read packed, and multiplied as two halves,
+the even and the odd channels, so that nibbles are not interleaved. It does not convert float8
+below compute capability 8.9: its bits are moved to where float16 has them. Where compiled code
+is shorter for it, integers are converted by the paper's magic numbers
 (quantization/magic_numbers.py).
 Dims: R rows, D inputs, F outputs, E experts, G groups of D with a scale; T rows of a tile,
 K one step of D, H half of it, N features of a tile
@@ -29,7 +29,7 @@ from pallas_kernels.tiling.triton import SMALLEST, Tiling
 
 # The form of a `QTensor` that `forward` reads.
 FORM = "packed"
-# Offsets of larger arrays of bytes are wrong in Triton up to twice that (JAX 0.10 to 0.12).
+# Offsets in byte arrays from this size up to twice it are wrong in Triton (JAX 0.10 to 0.12).
 _MOST_BYTES = 2**31
 
 
@@ -151,13 +151,13 @@ def forward(
 
 
 def _converted(q_NK, dtype):
-    """Values as `dtype`; int8 to float16 by magic numbers, which spare a slow conversion."""
+    """Values as `dtype`; int8 to float16 by magic numbers, which avoid a slow conversion."""
     is_slow = (q_NK.dtype, dtype) == (jnp.int8, jnp.float16)
     return int8_to_float16(q_NK) if is_slow else q_NK.astype(dtype)
 
 
 def _halves(pairs_NH, dtype):
-    """The low and the high nibbles of bytes as `dtype`; of 16 bits by magic numbers."""
+    """The low and the high nibbles of bytes as `dtype`; to 16 bits by magic numbers."""
     if dtype == jnp.float32:
         pairs_NH = pairs_NH.astype(jnp.int32)
         # A shift to the left and an arithmetic one to the right extend the sign.

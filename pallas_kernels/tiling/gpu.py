@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiles of the Hopper kernels: what they may be, what they take, which are tried first.
+"""Tiles of the Hopper kernels: which are possible, what they take, which are tried first.
 
 Dims: R rows, D inputs, F outputs, E experts
 """
@@ -13,27 +13,27 @@ from typing import Any
 
 from jax.dtypes import itemsize_bits
 
-# Shared memory that a block may ask for on Hopper, and what its barriers take of it at most.
+# Shared memory that a block may ask for on Hopper, and the most that its barriers take of it.
 SHARED_BYTES = 232448
 BARRIER_BYTES = 1024
 H200_SMS = 132
-# Of an H100's and an H200's 50 MB of cache, what the weights of a panel may take.
+# The part of an H100's and an H200's 50 MB of cache that the weights of a panel may take.
 PANEL_BYTES = 24 * 10**6
 # Rows of a tile up to which a launch is a large part of a product.
 FEW_ROWS = 64
-# Features of a row that are stored at once; of 16 bits the most that the copy engine swizzles.
+# Features of a row that are stored at once; of 16 bits, the most that the copy engine swizzles.
 STORED = 64
-# It reads tiled rows from a multiple of this on.
+# The copy engine reads tiled rows from a multiple of this on.
 ROW_ALIGNMENT = 8
 # Registers of a thread that accumulators may take, by the warpgroups that multiply; with these
 # nothing spills. The compiler gives each of 512 threads 128 registers.
 _ACCUMULATOR_REGISTERS = {1: 128, 2: 128, 3: 64}
-# What a tile takes beside its steps along D, in steps: its sums are stored.
+# What a tile takes besides its steps along D, in steps: its sums are stored.
 STEPS_OF_A_STORE = 1
-# Of D, by default.
+# Most parts of D, by default.
 MOST_PARTS = 16
 FEW_WAVES = 4
-# What the two kernels take that parts need, in steps: 9 us on an H200.
+# What the two kernels that parts need take, in steps: 9 us on an H200.
 STEPS_OF_A_SUM = 12
 
 
@@ -45,8 +45,8 @@ class Tiling:
 
     Attributes:
         tile_m: M, 64 or 128 output features of each warpgroup.
-        tile_n: N, rows of a tile: 8, 16, 32, 64, 128 or 256. It is multiplied as fewer where
-            fewer are its group's (`gpu_walk.heights`).
+        tile_n: N, rows of a tile: 8, 16, 32, 64, 128 or 256. Fewer are multiplied if fewer are
+            its group's (`gpu_walk.heights`).
         tile_k: K, one step along D, which it divides.
         warpgroups: number of warpgroups that multiply; each has features of its own.
         stages: number of steps of K in shared memory at once.
@@ -55,8 +55,8 @@ class Tiling:
             as occupy the SMs with its tiles (`best_parts`).
         through_smem: quantized weights only: 1 sends them to the tensor core through shared
             memory instead of registers, the same arithmetic.
-        num_sms: number of blocks, one for each SM; 0 for as many as the GPU has, 132 where
-            there is none.
+        num_sms: number of blocks, one for each SM; 0 for as many as the GPU has, 132 if there
+            is none.
     """
 
     tile_m: int
@@ -140,7 +140,7 @@ def fitted(
     stored_bytes: int | None = None,
     num_matrices: int = 1,
 ) -> Tiling:
-    """The tiling with as many stages as fit, `most` at most."""
+    """The tiling with as many stages as fit, at most `most`."""
     none = dataclasses.replace(tiling, stages=0)
     one = dataclasses.replace(tiling, stages=1)
     fixed = shared_bytes(none, x_dtype, w_dtype, stored_bytes, num_matrices)
@@ -198,10 +198,10 @@ def candidates_around(
 
 
 def with_parts(tiling: Tiling, D: int, x_dtype, w_dtype, num_matrices: int = 1) -> Tiling:
-    """The tiling with D in parts, as few as can be, whose sums leave the kernel as float32.
+    """The tiling with D in parts, as few as possible, whose sums leave the kernel as float32.
 
-    D is a multiple of 64 above it. Steps are shorter where that makes fewer parts, and where
-    longer ones do not fit beside such sums.
+    D is a multiple of 64 above it. Steps are shorter if that makes fewer parts, or if longer
+    ones do not fit beside such sums.
     """
     if tiling.splits > 1:
         return tiling
@@ -229,17 +229,17 @@ def rows_per_expert(R: int, E: int) -> int:
 
 
 def tile_of_rows(R: int, E: int) -> int:
-    """Rows of a tile that mostly hold all of an expert's: its weights are then read once.
+    """Rows of a tile that mostly holds all rows of an expert: its weights are then read once.
 
-    A quarter more than the mean, and 7 for a group that starts within a tile's 8.
+    It is a quarter more than the mean, and 7 for a group that starts within a tile's 8.
     """
     rows = rows_per_expert(R, E)
     return min(256, max(16, 1 << (rows + rows // 4 + 7 - 1).bit_length()))
 
 
 def default_panel(tiling: Tiling, D: int, F: int, bits: int, num_matrices: int = 1) -> int:
-    """Returns the number of tiles of features in a panel: all of an expert's tiles, so that
-    rows are read once, or as many as the cache has room for.
+    """The number of tiles of features in a panel: all of an expert's tiles, so that rows are
+    read once, or as many as the cache has room for.
 
     Args:
         bits: bits of a weight.
@@ -250,14 +250,14 @@ def default_panel(tiling: Tiling, D: int, F: int, bits: int, num_matrices: int =
 
 
 def steps_of_busiest(parts: int, tiles: int, steps: int, num_sms: int) -> int:
-    """Steps of the SM that has most tiles, each in parts of the steps along D."""
+    """Steps of the SM that has the most tiles, each in parts of the steps along D."""
     return -(-tiles * parts // num_sms) * (steps // parts + STEPS_OF_A_STORE)
 
 
 def best_parts(tiles: int, steps: int, most: int, num_sms: int) -> int:
     """The parts of D, up to `most`, with which the busiest SM has the fewest steps.
 
-    The fewest of those that are equal; one where the last of many waves is not a large part.
+    The fewest of equally good ones; one if the last of many waves is not a large part.
     """
     if tiles >= FEW_WAVES * num_sms:
         return 1
@@ -266,9 +266,9 @@ def best_parts(tiles: int, steps: int, most: int, num_sms: int) -> int:
 
 
 def default_splits(tiling: Tiling, R: int, D: int, F: int, E: int) -> int:
-    """The most parts of D that are useful where there are few rows; 1 where there are many.
+    """The most parts of D that are useful if there are few rows; 1 if there are many.
 
-    Parts cost two kernels more, the schedule and the sum, so they pay where D is long and tiles
+    Parts cost two more kernels, the schedule and the sum, so they pay if D is long and tiles
     are few: those of as many experts as rows that choose at random would use. The kernel takes
     fewer parts when a run has more tiles.
     """

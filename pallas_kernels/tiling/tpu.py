@@ -5,7 +5,7 @@ The estimate is a roofline: the memory traffic or the steps of the pipeline, whi
 longer. In a step a matrix block is pushed into the matrix unit, which takes the same time
 whatever the number of rows it meets, and multiplied; the shorter of the two is mostly hidden
 behind the longer. The constants were read off the instructions that the compiler schedules for
-matrices of 1024x1024 and 16 to 256 rows (`aot/tpu_compiler.py`), which they give to within a
+matrices of 1024x1024 and 16 to 256 rows (`aot/tpu_compiler.py`), which they match to within a
 tenth; no chip has been timed, and `candidates` are for a machine that has one.
 Dims: R rows, D inputs, F outputs, E experts
 """
@@ -24,20 +24,20 @@ from pallas_kernels.tpu_chip import MIB, Chip, current_chip
 # From schedules: control of the pipeline, and the rows whose products take as long as their
 # matrix takes to get into the matrix unit, by generation. An integer is converted on its way; a
 # v4 does that by way of 32 bits, in 7 instructions for 1024 of them, so there they save memory
-# and no time.
+# but no time.
 STEP_S = 1.5e-7
 PUSH_ROWS = {4: 70, 5: 55, 6: 115, 7: 80}
 PUSH_ROWS_QUANTIZED = {4: 430, 5: 60, 6: 120, 7: 140}
-# A v4 multiplies no int8, a tpu7x converts it. Where it is multiplied, products and
-# pushes take half of the time of bfloat16.
+# A v4 does not multiply int8, a tpu7x converts it. Where it is multiplied, products and
+# pushes take half the time of bfloat16.
 INT8_GENERATIONS = (5, 6)
-# The matrix unit reads float8 by itself, from v5 on: into the unit it takes what these
-# bfloat16 rows take. A tpu7x alone multiplies it by float8 in half of the time.
+# The matrix unit reads float8 itself, from v5 on: getting into the unit takes as long as these
+# bfloat16 rows. Only a tpu7x multiplies it by float8 in half the time.
 PUSH_ROWS_FLOAT8 = {4: 880, 5: 40, 6: 125, 7: 65}
 FLOAT8_GENERATIONS = (7,)
-# Of the shorter of products and pushes, what is not hidden.
+# The part of the shorter of products and pushes that is not hidden.
 EXPOSED = 0.25
-# A weight gradient's sum is loaded and stored once a step, half of it while the unit is busy.
+# A weight gradient's sum is loaded and stored once per step, half of it while the unit is busy.
 SUM_S = 4e-13
 # Larger bodies compile slowly, and spill: [4096, 1024] takes 3 times the bundles of
 # [4096, 512] on a v5e. So larger blocks are multiplied in chunks of their columns.
@@ -58,8 +58,8 @@ class Tiling:
 
     Attributes:
         block_R: rows. The weight gradient sums over these.
-        block_D: channels of the contraction; the whole of D is best if it fits, as matrix
-            blocks are then fetched once an expert instead of once a block of rows. The
+        block_D: channels of the contraction; the whole of D is best if it fits, since matrix
+            blocks are then fetched once per expert instead of once per block of rows. The
             weight gradient writes blocks of [block_D, block_F].
         block_F: output features.
         cores: tensor cores that share the columns; 2 on a v4 or v5p used as one device.
@@ -100,7 +100,7 @@ class Tiling:
         return self.block_F // parts
 
     def check(self, D: int, F: int, row_unit: int = ROW_UNIT) -> None:
-        """Raises ValueError where no TPU can address the blocks.
+        """Raises ValueError if no TPU can address the blocks.
 
         Args:
             row_unit: row unit of the rows' dtype, see `row_unit_of`.
@@ -121,7 +121,7 @@ class Tiling:
 
 
 def multiplies_int8(chip: Chip) -> bool:
-    """Whether the chip's matrix unit multiplies int8 by int8, and not converted to bfloat16."""
+    """Whether the chip's matrix unit multiplies int8 by int8 without converting it."""
     return chip.generation in INT8_GENERATIONS
 
 
@@ -144,10 +144,10 @@ class Problem:
             shapes of [E, D, F] and the rows summed over.
         x_bytes, w_bits: bytes of an element of the rows, and bits of an element of the
             matrices.
-        group_size: channels that share a scale where D has more than one group.
+        group_size: channels that share a scale, if D has more than one group.
         is_weight_gradient: whether it is the weight gradient's kernel.
-        num_matrices: 2 in a gated linear unit, whose tiles of rows are multiplied by both; else
-            1.
+        num_matrices: number of matrices: 2 in a gated linear unit, whose tiles of rows are
+            multiplied by both; else 1.
         num_results: number of result arrays: 1, and the arrays of a residual.
         y_bytes: bytes of an element of the result; None is x_bytes.
         is_float8: whether weights of 8 bits are floating point, and rows of 8 bits.
@@ -192,7 +192,7 @@ def candidates(problem: Problem) -> list[Tiling]:
         Tiling(*blocks, cores=chip.cores)
         for blocks in itertools.product(rows, _depths(problem), _columns(problem.F))
     ]
-    # Half of it: the compiler needs room for what does not fit its registers.
+    # Half of the memory: the compiler needs room for what does not fit its registers.
     fitting = [
         tiling
         for tiling in tilings
@@ -225,13 +225,13 @@ def _depths(problem: Problem) -> list[int]:
     D, unit = problem.D, max(problem.group_size or 1, LANES)
     powers = 4096, 2048, 1024, 512, 256
     pieces = [piece for piece in powers if piece < D and piece % unit == 0]
-    if not pieces:  # of groups that divide none of these
+    if not pieces:  # if groups divide none of these
         pieces = [unit * n for n in (8, 4, 2, 1) if unit * n <= min(D - 1, max(powers))]
     return [D, *([piece for piece in pieces if D % piece == 0] or pieces)]
 
 
 def vmem_bytes(problem: Problem, tiling: Tiling) -> int:
-    """Vector memory of the kernel's buffers, and once its sums in float32."""
+    """Vector memory of the kernel's buffers, and of its sums in float32, once."""
     r, d, f = tiling.block_R, tiling.block_D, tiling.block_F
     if problem.is_weight_gradient:
         buffers = 2 * r * (d + f) * problem.x_bytes + 2 * d * f * problem.w_bits // 8
@@ -296,8 +296,8 @@ def _push_rows(problem: Problem, chip: Chip, passes: float) -> float:
 def multiplied_rows(problem: Problem, tiling: Tiling) -> tuple[float, float]:
     """Rows that all tiles multiply, about, and in how many pieces, for even sizes of groups.
 
-    A tile multiplies its own rows, up to a tile of memory before them, and what the size of its
-    first piece has too much.
+    A tile multiplies its own rows, up to a tile of memory before them, and the excess of its
+    first piece's size.
     """
     R, E, r = problem.R, min(problem.E, problem.R), tiling.block_R
     tiles = num_blocks(R, r) + E - 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiles of the kernels for GPUs that are not Hopper (Pallas' Triton back end).
+"""Tiles of the kernels for GPUs that are not Hopper (Pallas's Triton back end).
 
 Dims: R rows, D inputs, F outputs, E experts
 """
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.tiling.gpu import rows_per_expert
 
-# The tensor core takes no fewer.
+# The tensor core takes no less.
 SMALLEST = 16
 
 
@@ -36,7 +36,7 @@ class Tiling:
     stages: int = 3
 
     def check(self) -> None:
-        """Raises ValueError where the compiler would refuse the tiling."""
+        """Raises ValueError if the compiler would refuse the tiling."""
         sizes = self.rows, self.features, self.depth
         if any(size < SMALLEST or size & (size - 1) for size in sizes):
             raise ValueError(
@@ -51,8 +51,8 @@ class Tiling:
 
 
 def default_tiling(R: int, E: int, dtype, num_matrices: int = 1) -> Tiling:
-    """Tiles that hold all rows of an expert where they are few, so that its weights are read
-    once; deep steps then, as the time is that of reading them."""
+    """Tiles that hold all rows of an expert if they are few, so that its weights are read once;
+    steps are then deep, since the time is that of reading the weights."""
     rows = min(128, max(SMALLEST, 1 << (rows_per_expert(R, E) - 1).bit_length()))
     if jnp.dtype(dtype).itemsize > 2:
         return Tiling(min(rows, 64), 64 // num_matrices, 32, stages=2)

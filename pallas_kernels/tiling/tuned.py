@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cache of tuned tilings: what `pallas-kernels tune` writes and the operations look up.
 
-`switchx tune kernels` writes the same. A JSON file of the user, `$PALLAS_KERNELS_TILINGS` or
-`pallas_kernels/tilings.json` in the user's cache folder. A file that is not there holds
+`switchx tune kernels` writes the same. It is a JSON file of the user, `$PALLAS_KERNELS_TILINGS`
+or `pallas_kernels/tilings.json` in the user's cache folder. A file that does not exist holds
 nothing. One that is damaged or of another format is an error that names it: otherwise tuning
-would be lost without a word.
+would be lost silently.
 Dims: R rows, D inputs, F outputs, E experts
 """
 
@@ -31,7 +31,7 @@ class Key:
 
     Attributes:
         device: the device's kind, such as `NVIDIA H200`.
-        jax: major and minor version: another compiler makes other code of the same tiling.
+        jax: major and minor version: another compiler makes other code from the same tiling.
         bits: bits of a quantized weight, or None.
         rows: R rounded up to a power of two.
     """
@@ -86,7 +86,7 @@ def tuned_tiling(module, x_dtype, bits, group_size, R, D, F, E) -> Any:
 
 
 def lookup(key: Key, tiling_type: type) -> Any:
-    """The tuned tiling, or None where there is none.
+    """The tuned tiling, or None if there is none.
 
     Args:
         tiling_type: the dataclass of the implementation.
@@ -117,7 +117,7 @@ def lookup(key: Key, tiling_type: type) -> Any:
 
 
 def read(path: pathlib.Path) -> dict[Key, dict[str, int]]:
-    """All entries of a file, none where it is not there.
+    """All entries of a file; none if it does not exist.
 
     Raises:
         ValueError: the file is damaged or has another format.
@@ -128,7 +128,7 @@ def read(path: pathlib.Path) -> dict[Key, dict[str, int]]:
         return {}
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error}); set {VARIABLE}") from error
-    # Looked up in every call that is not compiled: read again only where it has changed.
+    # Looked up in every call that is not compiled: read again only if it has changed.
     return _read(path, stamp.st_mtime_ns, stamp.st_size)
 
 
@@ -148,7 +148,7 @@ def write(path: pathlib.Path, entries: dict[Key, Any]) -> None:
     """Adds tilings to a file, in place of those of the same keys.
 
     Raises:
-        ValueError: the file is there and is damaged or of another format.
+        ValueError: the file exists and is damaged or of another format.
     """
     merged = read(path) | {key: dataclasses.asdict(tiling) for key, tiling in entries.items()}
     content = {

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding of a batch whose rows start and end on their own: prefill, insert, compiled steps.
+"""Decoding of a batch whose rows start and end independently: prefill, insert, compiled steps.
 
 A step runs all beams of a sentence as L tokens side by side, whose keys and values share the
-sentence's row of the cache: the prompt's P places, then a ring of T places a beam, in which all
-rows write at one place, the step's number modulo T. So a write is one contiguous update, and
-how far a place lies behind is the same for all rows. Only the step in which a row began is its
-own; masks, positions and samples read it. Which beam's places a beam may see is a mask (its
-ancestors), so beams are never moved or copied. Drafts (prompt_lookup.py) are read beside the
-newest token as beams are; positions are then each row's own, as rows go on by different numbers
-of tokens. Iteration-level scheduling is Yu et al.'s (Orca, OSDI 2022). Pruning has two levels
-(Kim et al. 2022, arXiv:2211.10017, section 3.5): finished sentences take part in no Switch
-layer, and the loop ends as soon as the unfinished ones fit the next smaller batch.
+sentence's row of the cache: the prompt's P places, then a ring of T places per beam, in which
+all rows write to the same place, the step number modulo T. A write is thus one contiguous
+update, and a place lies equally far behind in all rows. Only the step in which a row began
+differs between rows; masks, positions and samples depend on it. A mask (a beam's ancestors)
+says whose places a beam may see, so beams are never moved or copied. Drafts (prompt_lookup.py)
+are read beside the newest token, as beams are; rows then have positions of their own, since
+they advance by different numbers of tokens. Iteration-level scheduling is Yu et al.'s (Orca,
+OSDI 2022). Pruning has two levels (Kim et al. 2022, arXiv:2211.10017, section 3.5): finished
+sentences take part in no Switch layer, and the loop ends as soon as the unfinished ones fit the
+next smaller batch.
 Dims: B batch, L lanes (beams, or the newest token and its drafts), M places that attention
 reads, P prompt, T new tokens, H heads, K head size, D model, V vocabulary
 """
@@ -48,12 +49,12 @@ class Decoding:
             place `step % T`.
         begin_B: number of the step in which each sentence began, with its prompt's last token.
         token_BL: the newest tokens, not yet in the cache.
-        rows: settings of each row, and whether it is decoded still.
+        rows: settings of each row, and whether it is still being decoded.
         hypotheses: `Greedy`, `Beams` or `Drafted`.
         is_prompt_BP: which places of the prompt a step reads: all of the text but its last
             token, which is in the ring. P is 0 where prompts are one token.
         is_source_BM: which places of the encoder's output are text; None without an encoder.
-        routing: `ReadRouting` where the program `is_recorded`; else None.
+        routing: `ReadRouting` if the program `is_recorded`; else None.
     """
 
     cache: tuple[BlockCache, ...]
@@ -152,7 +153,7 @@ def run_until(
     num_live,
     last_step,
 ) -> Decoding:
-    """Steps until no more than `num_live` sentences live, or until step `last_step`."""
+    """Steps until at most `num_live` sentences are live, or until step `last_step`."""
     model = bind(config, params)
     positions = position_terms(model, decoding, state.is_prompt_BP.shape[1])
 
@@ -250,7 +251,7 @@ def step_logits(model, decoding: DecodingProgram, state: Decoding, positions: tu
 
 
 def position_terms(model, decoding: DecodingProgram, prompt_length: int) -> tuple:
-    """Terms that the model's positions add to scores, as far as all steps share them.
+    """Terms that the model's positions add to scores: those that all steps share.
 
     Returns:
         The relative bias `[H, N]` of a key that is N - 1 - n behind the query, N places in
@@ -268,7 +269,7 @@ def position_terms(model, decoding: DecodingProgram, prompt_length: int) -> tupl
 def _biases_of_step(positions: tuple, state: Decoding, behind_T, L: int) -> tuple:
     """Terms that positions add to a step's scores: `bias_HLM` of all rows, and each row's own.
 
-    A place of the ring is as far behind in every row; a prompt's is in each row's own.
+    A place of the ring is equally far behind in every row; for a prompt's place, rows differ.
 
     Args:
         behind_T: number of steps since each place of the ring was written.
@@ -295,8 +296,8 @@ def _biases_of_step(positions: tuple, state: Decoding, behind_T, L: int) -> tupl
 
 
 def _biases_of_rows(positions: tuple, state: Decoding, position_BL):
-    """`row_bias_BHLM` of a step that reads tokens of these positions, where rows have their own
-    in the ring, too."""
+    """`row_bias_BHLM` of a step that reads tokens at these positions, where rows have positions
+    of their own in the ring, too."""
     bias_HN, untied = positions
     (B, P), before_B = state.is_prompt_BP.shape, jnp.sum(state.is_prompt_BP, axis=1)
     new_BM = before_B[:, None] + state.hypotheses.number_BTL.reshape(B, -1)
@@ -313,8 +314,8 @@ def _biases_of_rows(positions: tuple, state: Decoding, position_BL):
 
 
 def _position_BM(P: int, before_B, new_BM):
-    """Positions of a prompt's places and, `new_BM`, of the ring's: a text begins where its
-    padding on the left ends, and its last token is in the ring."""
+    """Positions of the prompt's places, then those of the ring's, `new_BM`: a text begins where
+    its left padding ends, and its last token is in the ring."""
     old_BP = jnp.arange(P)[None] - (P - 1 - before_B)[:, None]
     return jnp.maximum(jnp.concatenate([old_BP, new_BM], axis=1), 0)
 
@@ -331,7 +332,7 @@ def _untied_bias(untied, position_B, position_BM):
 
 @jax.jit
 def take_rows(state: Decoding, row_B) -> Decoding:
-    """The batch of these rows alone."""
+    """The batch with these rows only."""
 
     def take(name, leaf):
         dims = _dims(name, leaf)
@@ -345,8 +346,8 @@ def insert(state: Decoding, fresh: Decoding, row_B) -> Decoding:
 
     Args:
         fresh: the other batch, with as many places for prompts, sources and new tokens.
-        row_B: the row of `state` that each of its rows replaces, all different; a row whose
-            number is B of `state` or more is left out.
+        row_B: the row of `state` that each row of `fresh` replaces, all different; a row whose
+            number is at least B of `state` is left out.
     """
     P, T = state.is_prompt_BP.shape[1], state.hypotheses.num_places
     fresh = dataclasses.replace(

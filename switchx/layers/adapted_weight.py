@@ -2,8 +2,8 @@
 """A frozen weight with a low-rank adapter beside it, which takes the weight's place in a model.
 
 Hu et al. 2021 (LoRA, arXiv:2106.09685), section 4.1, equation 3: y = x W + s (x A) B, here with
-dropout of what A reads. No product of A and B is made. `layers/dense.times` multiplies by it,
-and of experts `moe/experts.py`.
+dropout of the inputs of A. No product of A and B is made. `layers/dense.times` multiplies by
+it, and `moe/experts.py` by that of experts.
 Dims: J rank; others are those of the weight
 """
 
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 
 def adapter_dims(dims: str, *, is_shared: bool = False) -> tuple[str, str]:
-    """Dimension letters of A and B of a weight, as `DJ`, `JHK` of `DHK`, `HKJ`, `JD` of `HKD`.
+    """Dimension letters of a weight's A and B: `DJ`, `JHK` for `DHK`, `HKJ`, `JD` for `HKD`.
 
     Args:
         dims: the weight's own letters, without N.
@@ -35,7 +35,7 @@ def adapter_dims(dims: str, *, is_shared: bool = False) -> tuple[str, str]:
 class AdaptedWeight:
     """A weight W, and A and B of x W + scale (dropout(x) A) B.
 
-    Its arrays are named by their dimensions, as `w_in_EDF/a_EDJ`, so that a mesh splits them.
+    Its arrays are named by dimensions, such as `w_in_EDF/a_EDJ`, so that a mesh splits them.
 
     Attributes:
         base: W, an array or a `QTensor`; it gets no gradient.
@@ -55,7 +55,7 @@ class AdaptedWeight:
     dropout_rate: float = 0.0
 
     def __getitem__(self, index) -> "AdaptedWeight":
-        """The weight itself, as `parameter[...]` reads it."""
+        """The weight itself, as read by `parameter[...]`."""
         assert index is ..., index
         return self
 
@@ -77,7 +77,7 @@ class AdaptedWeight:
         """The einsums of x and A, and of that and B, for a product `BLD,DF->BLF`."""
         x, w = dimensions.split("->")[0].split(",")
         y = dimensions.split("->")[1]
-        # The product's letters may be others than those of the weight's name.
+        # The product's letters may differ from those of the weight's name.
         _, a, b = self.dims
         own = dict(zip(self.dims[0], w, strict=True))
         a, b = ("".join(own.get(letter, letter) for letter in each) for each in (a, b))

@@ -33,7 +33,7 @@ def segment_mask(query_segment_BL, key_segment_BM):
 
 
 def causal_mask(segment_BL, prefix_mask_BL=None):
-    """The segment mask, where a position sees itself and what comes before it.
+    """The segment mask in which a position sees only itself and what comes before it.
 
     Args:
         prefix_mask_BL: non-zero in each example's prefix, all of which every position of
@@ -64,10 +64,10 @@ def attend(
     Args:
         bias_HLM: bias that is added to the scores of every row of the batch.
         row_bias_BHLM: bias that is added to the scores, one for each row.
-        mask_BLM: true where a query may attend to a key; L or M may be 1 where all are alike. A
+        mask_BLM: true where a query may attend to a key; L or M may be 1 if all are alike. A
             query without any key (padding) gets an average that no loss and no other token
             reads.
-        key: random key of the dropout of attention weights, whose mask all queries share, as in
+        key: random key for dropout of attention weights, whose mask all queries share, as in
             T5X; None for no dropout.
 
     Returns:
@@ -76,7 +76,7 @@ def attend(
     B, L, H, K = query_BLHK.shape
     Z, M = memory.value_BHMK.shape[1:3]
     if (R := H // Z) > 1:
-        # The queries of a group one after the other: keys and values are not repeated.
+        # The queries of a group come one after the other: keys and values are not repeated.
         query_BLHK = query_BLHK.reshape(B, L, Z, R, K)
         query_BLHK = jnp.moveaxis(query_BLHK, 3, 1).reshape(B, R * L, Z, K)
     scores_BHLM = jnp.einsum(
@@ -134,8 +134,8 @@ def attend_by_cudnn(
 ):
     """`attend` by cuDNN's flash attention, which keeps no scores for its backward pass.
 
-    It is a path of one platform, not measured yet; the default is `attend` (docs/compiled.md).
-    JAX asks for the gradient of a mask as of a bias, which costs a workspace `[B, H, L, M]`.
+    It is a path for one platform, not measured yet; the default is `attend` (docs/compiled.md).
+    JAX asks for a mask's gradient as for a bias's, which costs a workspace `[B, H, L, M]`.
 
     Raises:
         ValueError: cuDNN's attention cannot run here, or not on these arrays.
@@ -151,7 +151,7 @@ def attend_by_cudnn(
         query_BLHK,
         jnp.moveaxis(memory.key_BHKM, 3, 1),
         jnp.moveaxis(value_BHMK, 2, 1),
-        # Rounded: of a float32 bias cuDNN has no gradient, which only its plan says.
+        # Rounded: cuDNN has no gradient for a float32 bias, which only its plan says.
         bias_BHLM.astype(query_BLHK.dtype),
         scale=1.0,
         implementation="cudnn",
@@ -178,7 +178,7 @@ def _cudnn_refusals(dtype, L: int, M: int) -> list[str]:
     return [reason for reason, holds in refusals.items() if holds]
 
 
-# Places of a tile of splash attention, the largest that divides a row's.
+# Sizes of a splash attention tile, in places; the largest that divides a row is used.
 _SPLASH_BLOCKS = (512, 256, 128)
 
 
@@ -191,7 +191,7 @@ def attend_by_splash(
     key=None,
     interpret: bool = False,
 ):
-    """`attend` to earlier places of the same segment by JAX' splash attention on TPUs.
+    """`attend` to earlier places of the same segment by JAX's splash attention on TPUs.
 
     It keeps no scores, and skips the tiles above the diagonal. Padding, segment 0, attends to
     padding.
@@ -251,7 +251,7 @@ def _splash_refusals(L: int) -> list[str]:
 
 
 def _automatic(query_BLHK, memory: KeysValues, causal_segment_BL) -> str:
-    """The implementation of `auto`: flash attention of the device where attention is plainly
+    """The implementation for `auto`: the device's flash attention if attention is plainly
     causal and it can run, else `einsum`."""
     L, M = query_BLHK.shape[1], memory.key_BHKM.shape[3]
     if causal_segment_BL is None:
@@ -275,8 +275,7 @@ class AttentionOutput(nnx.Module):
         """Draws the weights.
 
         Args:
-            num_correlations: number of correlations of unit variance that are added up in a
-                score.
+            num_correlations: number of correlations of unit variance that a score sums.
         """
         self.config = config
         self.score_scale = (num_correlations * config.d_head) ** -0.5
@@ -298,7 +297,7 @@ class AttentionOutput(nnx.Module):
         """Output `[B, L, D]` of queries that read the memory.
 
         Args:
-            by: implementation, of `ATTENDS`, or `auto`.
+            by: implementation, one of `ATTENDS`, or `auto`.
             causal_segment_BL: see `BlockInputs`; only flash attention reads it.
             key: random key of dropout; None for no dropout.
             biases: `bias_HLM`, `row_bias_BHLM` and `mask_BLM` of `attend`.
@@ -347,7 +346,7 @@ class Attention(AttentionOutput):
                 setattr(self, f"scale_{name}_{normed[0]}", scale)
 
     def _project(self, name: str, x_BLD, rotation=None):
-        """Queries, keys or values: projected, normed, turned by their positions."""
+        """Queries, keys or values: projected, normed, rotated by their positions."""
         config, dims = self.config, self.dims[name]
         y_BLHK = times(f"BLD,D{dims}->BL{dims}", x_BLD, getattr(self, f"w_{name}_D{dims}")[...])
         if config.biases_of_attention != "none":
@@ -364,9 +363,9 @@ class Attention(AttentionOutput):
         """Keys and values of these tokens.
 
         Args:
-            rotation: `Rotation` of the tokens, or None: keys are kept turned.
+            rotation: `Rotation` of the tokens, or None: keys are kept rotated.
         """
-        # Not an einsum to BHKM: XLA then would transpose the weights, in every decode step.
+        # Not an einsum to BHKM: XLA would then transpose the weights in every decode step.
         key_BMHK = self._project("key", x_BMD, rotation)
         value_BMHK = self._project("value", x_BMD)
         if self.config.kv_heads != self.config.num_heads:

@@ -55,7 +55,7 @@ def along_last(param, x):
 def plus(x, bias):
     """x + bias along x's last dimensions, added in float32 and rounded once to x's dtype.
 
-    So the bias's gradient is summed in float32: JAX sums the gradient of what is broadcast in
+    The bias's gradient is thus summed in float32: JAX sums the gradient of a broadcast array in
     its dtype, and a GPU adds thousands of bfloat16 numbers as such.
     """
     x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
@@ -63,7 +63,7 @@ def plus(x, bias):
 
 
 def split_key(key: jax.Array | None, num: int) -> list:
-    """`num` independent keys, or as many None where there is none to split."""
+    """`num` independent keys, or as many None if there is none to split."""
     return [None] * num if key is None else list(jax.random.split(key, num))
 
 
@@ -75,7 +75,7 @@ def times(dimensions: str, x, w):
         seen = dropout(x, w.dropout_rate, key=w.key, rows=int(dimensions[0] == "E"))
         x_J = jnp.einsum(to_rank, seen, w.a.astype(x.dtype))
         y = jnp.einsum(to_outputs, x_J, w.b.astype(x.dtype))
-        # Dequantized whole: compilers split an einsum over a mesh, and no product by rows.
+        # Dequantized whole: compilers split an einsum over a mesh, but no product by rows.
         base = dequantize(w.base) if isinstance(w.base, QTensor) else w.base
         return jnp.einsum(dimensions, x, base.astype(x.dtype)) + w.scale * y
     return jnp.einsum(dimensions, x, w.astype(x.dtype))

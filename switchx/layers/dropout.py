@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dropout, of which a row's mask is the same on every mesh."""
+"""Dropout in which a row's mask is the same on every mesh."""
 
 import functools
 
@@ -8,9 +8,9 @@ import jax.numpy as jnp
 
 from switchx.partitioning.replicas import random_rows
 
-# Computed again in the backward pass of a loop over layers, which otherwise keeps each
-# intermediate array of each layer, masks in the shape of what they mask among them. The barrier
-# against that (`prevent_cse`) is not needed in a loop; elsewhere the compiler chooses.
+# Recomputed in the backward pass of a loop over layers, which otherwise keeps each intermediate
+# array of each layer, including masks in the shape of what they mask. The barrier against that
+# (`prevent_cse`) is not needed in a loop; elsewhere the compiler chooses.
 cheap_again = functools.partial(jax.checkpoint, prevent_cse=False)
 
 
@@ -40,7 +40,7 @@ def dropout(
 
 
 def bernoulli(share: float):
-    """`draw(key, shape)` of booleans, of which `share` is true."""
+    """A function `draw(key, shape)` of booleans, of which `share` are true."""
     return lambda key, shape: jax.random.bernoulli(key, share, shape)
 
 

@@ -80,10 +80,10 @@ class Embedding(nnx.Module):
 
 
 def take_rows(table_VD, ids_BL, dims: str = "VD"):
-    """Rows of the table `[B, L, D]`, as `jnp.take`: forward and backward the same numbers.
+    """Rows of the table `[B, L, D]`, as by `jnp.take`: the same numbers forward and backward.
 
     Each device looks up its own rows and columns. Where columns are on devices with different
-    tokens, ids are gathered and what was looked up is exchanged, and so are its gradients: no
+    tokens, ids are gathered and what was looked up is exchanged, as are its gradients: no
     device sees more of them than those of its part of the table.
 
     Args:
@@ -159,7 +159,7 @@ def project(x_BLD, weight, dims: str):
 
 
 def summed_over_tokens(compute, x_BLD, weight, dims: str, *of_tokens):
-    """`compute(x_BLD, weight, *of_tokens, axes)`, which sums over tokens, over those of all.
+    """`compute(x_BLD, weight, *of_tokens, axes)`, a sum over tokens, over those of all devices.
 
     A device has its own tokens, and of the weight all of V or, over `axes`, a part. The
     weight's gradient is summed over devices once, whatever loops `compute` has.
@@ -172,7 +172,7 @@ def summed_over_tokens(compute, x_BLD, weight, dims: str, *of_tokens):
     batch, split = _batch_axes(x_BLD.shape[0]), _split_axes(weight, dims)
     if not set(split[dims.index("D")]) <= set(batch):
         # Slices of D are on devices with the same tokens, as where a batch does not divide: the
-        # compiler sums the weight's gradient, in each turn of a loop.
+        # compiler sums the weight's gradient in each iteration of a loop.
         return compute(x_BLD, _gathered_by_compiler(weight, dims), *of_tokens, ())
     axes = tuple(axis for axis in split[dims.index("V")] if axis not in batch)
 
@@ -229,7 +229,7 @@ def _entry(axes) -> MeshAxes:
 
 
 def _batch_axes(rows: int) -> MeshAxes:
-    """The axes of the ambient mesh that so many rows of a batch are split over."""
+    """The axes of the ambient mesh that a batch of `rows` rows is split over."""
     if num_devices() == 1:
         return ()
     mesh = jax.sharding.get_abstract_mesh()

@@ -17,10 +17,10 @@ from switchx.layers.dropout import cheap_again, dropout
 def activate(activation: str, h, gate=None):
     """`act(h)`, times `gate` in the gated forms.
 
-    GELU is the tanh form, as T5's and GPT's; `_exact` names h times the normal distribution's
+    GELU is the tanh form, as in T5 and GPT; `_exact` means h times the normal distribution
     function of h (Hendrycks and Gimpel 2016, arXiv:1606.08415).
     """
-    if activation == "relu":  # keeps a mask alone
+    if activation == "relu":  # keeps only a mask
         return jax.nn.relu(h)
     return _smooth(activation, h, gate)
 

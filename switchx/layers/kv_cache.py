@@ -15,8 +15,8 @@ import jax.numpy as jnp
 class KeysValues:
     """The memory of one attention; also the KV cache, of which the first places are used.
 
-    Both products of a decode step read them as they lie: heads stand before places, and each
-    number of a key is beside those of the other places.
+    Both products of a decode step read them as they lie: heads come before places, and each
+    number of a key lies beside those of the other places.
     """
 
     key_BHKM: jax.Array

@@ -13,7 +13,7 @@ from flax import nnx
 from switchx.layers.dense import along_last, zeros
 from switchx.layers.dropout import cheap_again
 
-EPSILON = 1e-6  # where a model names no other
+EPSILON = 1e-6  # unless a model names another
 
 
 def rms_norm(x, scale_D, epsilon: float = EPSILON):

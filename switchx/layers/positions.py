@@ -2,13 +2,13 @@
 """Positions in attention: T5's relative bias, TUPE's untied correlations, rotations.
 
 Raffel et al. 2020 (arXiv:1910.10683), section 2.1: log-spaced buckets of key minus query
-position, one table a stack, shared by its layers. Ke et al. 2020 (arXiv:2006.15595), eq. 7:
+position, one table per stack, shared by its layers. Ke et al. 2020 (arXiv:2006.15595), eq. 7:
 with H heads of size K, a score of self-attention is
 
     ((x_i W_Q) (x_j W_K)^T + (p_i U_Q) (p_j U_K)^T) / sqrt(2 K)
 
 where p is a table of absolute positions and U_Q, U_K are projections of their own, shared by
-the layers of a stack, so that the second term is computed once a stack and added as a bias;
+the layers of a stack, so that the second term is computed once per stack and added as a bias;
 with the relative bias beside it, it is TUPE-R. Positions are counted from 0 in each packed
 example. The paper's section 3.2, which unties [CLS] from positions, is about a symbol that
 sequence-to-sequence models do not have. Frequencies of rotations are in `rotary.py`.
@@ -67,9 +67,9 @@ def relative_buckets(
 
 
 class RelativeBias(nnx.Module):
-    """One bias a bucket and head, shared by the layers of a stack, or one of each layer.
+    """One bias per bucket and head, shared by the layers of a stack or separate for each.
 
-    With one of each layer (`relative_bias_per_layer`) the parameter is `[N, U, H]`, and the
+    With one for each layer (`relative_bias_per_layer`) the parameter is `[N, U, H]`, and the
     result has the heads of all layers, one layer after the other.
     """
 
@@ -105,7 +105,7 @@ _FIRST_SINUSOID = 2
 
 
 def sinusoids(position_BL, num_features: int):
-    """Sines and cosines of positions, `[B, L, D]` in float32, as fairseq's.
+    """Sines and cosines of positions, `[B, L, D]` in float32, as in fairseq.
 
     With h = D // 2 frequencies f_i = 10000^(-i / (h - 1)), position p has the features
     sin((p + 2) f_i), then cos((p + 2) f_i), and a 0 where D is odd (Vaswani et al. 2017,
@@ -125,7 +125,7 @@ def sinusoids(position_BL, num_features: int):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rotation:
-    """Cosines and sines of the angles that the features of tokens are turned by, in float32."""
+    """Cosines and sines of the angles by which tokens' features are rotated, in float32."""
 
     cos_BLK: jax.Array
     sin_BLK: jax.Array
@@ -141,7 +141,7 @@ class Rotation:
         )
 
     def __call__(self, x_BLHK):
-        """Queries or keys, turned in float32 and rounded once; the rest of a head as it is."""
+        """Queries or keys, rotated in float32 and rounded once; the rest of a head as it is."""
         half = self.cos_BLK.shape[-1]
         cos_BLHK, sin_BLHK = self.cos_BLK[:, :, None], self.sin_BLK[:, :, None]
         first, second, rest = jnp.split(x_BLHK.astype(cos_BLHK.dtype), (half, 2 * half), axis=3)
@@ -163,7 +163,7 @@ class UntiedPositions(nnx.Module):
 
     def projected(self, num_positions: int):
         """`query_LHK`, divided by sqrt(2 K), and `key_LHK` of the first positions, or of all
-        where there are fewer."""
+        if there are fewer."""
         dtype = self.config.precision.compute_dtype
         table_LD = self.positions_LD[...][:num_positions].astype(dtype)
         query_LHK, key_LHK = (

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary positions: which angle a pair of features of queries and keys turns by, a position.
+"""Rotary positions: the angle, per position, by which feature pairs of queries and keys turn.
 
 Su et al. 2021 (RoFormer, arXiv:2104.09864), section 3.2.2: feature i and feature i + r/2 of the
 r rotated ones of a head are a pair, which at position p is turned by the angle p f_i, where
 f_i = theta^(-2 i / r). For texts longer than those of pretraining, frequencies are divided by a
-factor: all of them (Chen et al. 2023, arXiv:2306.15595), or the low ones alone (YaRN, Peng et
+factor: all of them (Chen et al. 2023, arXiv:2306.15595), or only the low ones (YaRN, Peng et
 al. 2023, arXiv:2309.00071, section 3.2; Llama 3.1, whose code is the source). The rotation is
 in `positions.py`.
 Dims: K pairs of features of a head
@@ -27,14 +27,14 @@ class RotaryConfig:
         theta: base of the frequencies.
         fraction: share of a head's features that are rotated, from the first on (rounded down).
         scaling: division of frequencies for longer texts: `none`, `linear` (all are divided by
-            `factor`), `yarn` or `llama3` (those of wavelengths that are long beside
+            `factor`), `yarn` or `llama3` (those of wavelengths that are long compared to
             `original_length`).
         factor: divisor of the frequencies.
-        original_length: length in tokens of the texts before the scaling; yarn and llama3 have
-            to know it.
-        low_frequency, high_frequency: turns within `original_length` (llama3): what turns less
-            often than the first is divided, what turns more often than the second is not.
-        beta_slow, beta_fast: the same bounds of yarn.
+        original_length: length in tokens of texts before scaling; required by yarn and llama3.
+        low_frequency, high_frequency: turns within `original_length` (llama3): frequencies
+            that turn less than the first are divided, those that turn more than the second
+            are not.
+        beta_slow, beta_fast: the same bounds for yarn.
         truncate: whether yarn rounds the bounds, as numbers of pairs, to whole ones.
         attention_factor: factor of rotated queries and keys (yarn); None takes
             0.1 ln(factor) + 1, the paper's eq. 22.
@@ -92,7 +92,7 @@ class RotaryConfig:
         return 0.1 * math.log(self.factor) + 1.0
 
     def frequencies(self, d_head: int) -> np.ndarray:
-        """f_i of each pair, radians a position, in float32.
+        """f_i of each pair, in radians per position, in float32.
 
         Args:
             d_head: size of a head.

@@ -4,7 +4,7 @@
 Hu et al. 2021 (LoRA, arXiv:2106.09685), section 4.1. Adapters are a tree of their own, with A
 and B by the path of their weight: `decoder/blocks/layer_0/ffn/w_in_DF/a_DJ`, `.../b_JF`. They
 are all that is trained. With 4 or 8 bits the experts of the base are quantized (Dettmers et al.
-2023, QLoRA, arXiv:2305.14314), and what is merged then is what was trained on.
+2023, QLoRA, arXiv:2305.14314), and the merged model is then the one that was trained.
 Dims: N stacked layers, E experts, D model, F ffn, J rank
 """
 
@@ -36,7 +36,7 @@ from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params
 from switchx.models.unroll import scanned_blocks
 
-# Weights by what they are of; patterns of whole paths.
+# Weights by the kind of layer they belong to; patterns match whole paths.
 TARGETS = {
     "attention": r".*attention/w_(query|key|value|out)_\w+",
     "dense_ffn": r".*/(ffn|shared_expert)/w_(in|gate|out)_(DF|FD)",
@@ -49,17 +49,17 @@ _QUANTIZED = TARGETS["experts"]
 
 @dataclasses.dataclass(frozen=True)
 class LoRASpec:
-    """The adapters of a model, and the base that they stand beside.
+    """The adapters of a model, and the base that they are added to.
 
     Attributes:
-        base: run folder of the base: of a trained or a converted model.
+        base: run folder of the base, a trained or converted model.
         step: step of the base's checkpoint; None is the newest complete one when the run
             begins, and the run keeps that one when it is resumed.
         rank: columns of A and rows of B, LoRA's r.
         alpha: factor of the adapters' products, which are scaled by alpha / rank.
-        dropout: dropout rate of what A reads; of routers nothing is dropped.
+        dropout: dropout rate of the inputs of A; those of routers are never dropped.
         targets: weights that get an adapter, out of attention, dense_ffn, experts and routers;
-            None is all of these that the model has, without routers.
+            None is all of these that the model has, except routers.
         shared_by_experts: whether the experts of a layer share one A and one B for each of
             their weights; otherwise each expert has its own.
         bits: bits of the base's experts, 4 or 8, which are quantized when they are read
@@ -132,7 +132,7 @@ def abstract_adapters(params: dict, spec: LoRASpec) -> dict:
         for letter, letters in zip("ab", own, strict=True):
             stacked = ("N" if dims.startswith("N") else "") + letters
             shape = tuple(sizes[each] for each in stacked)
-            # As PEFT's: small updates of bfloat16 would be rounded away.
+            # As in PEFT: small updates in bfloat16 would be rounded away.
             dtype = jnp.promote_types(leaf.dtype, jnp.float32)
             found[f"{name}/{letter}_{letters}"] = jax.ShapeDtypeStruct(shape, dtype)
     missing = [target for target in spec.targets or () if target not in matched]
@@ -145,7 +145,7 @@ def abstract_adapters(params: dict, spec: LoRASpec) -> dict:
 
 
 def init_adapters(config: ModelConfig, spec: LoRASpec, key) -> dict:
-    """Adapters that change nothing: A uniform within 1 / sqrt(inputs), as PEFT's, B zero.
+    """Adapters that change nothing: A uniform within 1 / sqrt(inputs), as in PEFT, B zero.
 
     Each is drawn by the path of its weight and its layer, whether layers are scanned or not.
     """
@@ -170,7 +170,7 @@ def _key_of(key, name: str):
 
 
 def quantized_base(params: dict, spec: LoRASpec, platform: str | None = None) -> dict:
-    """The base's parameters, its experts `QTensor`s where `spec` has bits.
+    """The base's parameters, with its experts as `QTensor`s if `spec` has bits.
 
     Raises:
         ValueError: the model has no experts; see `pallas_kernels.quantize`.
@@ -197,7 +197,7 @@ def quantized_base(params: dict, spec: LoRASpec, platform: str | None = None) ->
 
 
 def with_adapters(base: dict, adapters: dict, spec: LoRASpec, key=None) -> dict:
-    """The model's parameters, `AdaptedWeight`s in the place of the weights with adapters.
+    """The model's parameters, with `AdaptedWeight`s in place of the weights with adapters.
 
     Args:
         base: parameters that `quantized_base` returns.

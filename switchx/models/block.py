@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One Transformer block: self-attention, cross-attention in a decoder, FFN.
 
-Its norms stand before the sublayers, or after them (OLMo 2, arXiv:2501.00656, section 3.2).
+Its norms come before the sublayers or after them (OLMo 2, arXiv:2501.00656, section 3.2).
 The same block trains, scores and decodes: with a cache, its self-attention reads what earlier
 calls wrote there, and its cross-attention the encoder's keys and values.
 Dims: B batch, L length, M keys and values (the memory), D model, H heads, K head size
@@ -27,7 +27,7 @@ from switchx.partitioning.constrain import constrain_named
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BlockInputs:
-    """The inputs of every block of a stack beside the activations.
+    """The inputs of every block of a stack besides the activations.
 
     Attributes:
         is_token_BL: false for padding and for all tokens that no expert should see.
@@ -38,15 +38,15 @@ class BlockInputs:
             to it; None in a stack without cross-attention.
         token_BL: ids of the tokens, for routers that hash them.
         task_B: task of each row, for routers by task; None where rows have none.
-        segment_BL: sequence of each token in its row, 0 of padding, where the balance loss is
-            by sequence; None elsewhere.
-        row_bias_BHLM: bias of positions in the scores of self-attention, one for each row, or
+        segment_BL: sequence of each token in its row, 0 for padding, where the balance loss is
+            per sequence; None otherwise.
+        row_bias_BHLM: positional bias of the self-attention scores, one for each row, or
             None.
         rotation: rotation of the queries and keys of self-attention, or None.
-        replay_BLNS: experts given for the Switch layers among the blocks, in their order, in
+        replay_BLNS: experts given to the Switch layers among the blocks, in layer order, in
             place of the routers' choices; None gives none.
-        causal_segment_BL: segments of a mask that is causal within them, for flash attention;
-            None where the mask may be another, or einsum computes all attention.
+        causal_segment_BL: segments within which the mask is causal, for flash attention; None
+            if the mask may be of another kind or einsum computes all attention.
         cache_index: index in the cache of the first of these L tokens; None without a cache.
     """
 
@@ -80,7 +80,7 @@ class BlockCache:
 
 
 class Block(nnx.Module):
-    """`x + attention(norm(x))`, the same with the memory, `x + ffn(norm(x))`.
+    """`x + attention(norm(x))`, the same over the memory, then `x + ffn(norm(x))`.
 
     With `norm_place="after"`, `x + norm(attention(x))` and so on.
     """

@@ -23,8 +23,8 @@ from switchx.moe.config import RouterConfig, SwitchConfig
 
 __all__ = ["ModelConfig", "Precision", "RotaryConfig", "RouterConfig", "SwitchConfig"]
 
-# Limits for files from elsewhere: the largest model there is has 30 blocks of 2048
-# experts. Nothing is built, nor counted through, before.
+# Limits for files from elsewhere: the largest existing model has 30 blocks of 2048
+# experts. They are checked before anything is built or counted.
 _SIZES = (
     "vocab_size",
     "d_model",
@@ -40,12 +40,12 @@ MOST_OF_MODEL = dict.fromkeys(_SIZES, 1 << 31) | dict.fromkeys(
 )
 MOST_OF_SWITCH = {"num_experts": 1 << 16, "every": 1000}
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-# Tokens whose logits are there at a time, at least: those of 4,096 words are 8 MB.
+# The fewest tokens whose logits are in memory at a time: with 4,096 words they take 8 MB.
 LEAST_TOKENS_OF_LOGITS = 512
 # Tokens of a decoder-only model's text that are read at a time (inference/chunked_prefill.py):
-# rows enough for the products; at 2^15 places, scores of 64 MiB a head and row.
+# enough rows for the products; at 2^15 places, scores of 64 MiB per head and row.
 PREFILL_CHUNK = 512
-# Attentions of training that keep no weights, and do not run where a mesh axis is manual.
+# Training attentions that keep no attention weights and do not run where a mesh axis is manual.
 FLASH_ATTENTION = ("cudnn", "splash")
 
 
@@ -92,9 +92,9 @@ class ModelConfig:
     parameters, added to the words (Vaswani et al. 2017, arXiv:1706.03762; fairseq's form); or
     `rotary` ones, which turn the queries and keys of self-attention (layers/rotary.py).
 
-    A frozen subclass with a method `build(key)` describes a model of a user's own: a Flax NNX
-    module, called as `logits_BLV, stats = model(batch, is_training=..., key=...)`, stats None
-    or RoutingStats (docs/own_code.md).
+    A frozen subclass with a method `build(key)` describes a user's own model: a Flax NNX
+    module, called as `logits_BLV, stats = model(batch, is_training=..., key=...)`, with stats
+    None or RoutingStats (docs/own_code.md).
 
     Attributes:
         architecture: `encoder_decoder` or `decoder_only`.
@@ -113,7 +113,7 @@ class ModelConfig:
         num_decoder_layers: blocks of the decoder.
         activation: activation of the FFNs, with a gate (`geglu`, `swiglu`) or without.
         norm: RMSNorm (`rms`) or LayerNorm (`layer`).
-        positions: what tells positions apart, as above.
+        positions: kind of positions, as above.
         use_bias: whether FFNs, and by default attention, have biases.
         scale_attention: whether scores are divided by sqrt(K); T5's are not.
         precision: dtypes of parameters, computation, routers and logits.
@@ -132,10 +132,10 @@ class ModelConfig:
         init_scale: variance scale of every matrix's initializer (the paper's 0.1,
             section 2.4, Table 3).
         dropout_rate: dropout rate of embeddings, attention weights and each sub-layer's output.
-        training_attention: implementation of attention in training steps alone: `einsum`;
+        training_attention: implementation of attention, in training steps only: `einsum`;
             `cudnn`, flash attention on NVIDIA GPUs; `splash`, the same on TPUs, of decoder-only
-            models without biases of positions and without bidirectional inputs; or `auto`, the
-            device's where attention is such, else einsum (docs/compiled.md).
+            models without positional biases and without bidirectional inputs; or `auto`, flash
+            attention of the device where attention is such, else einsum (docs/compiled.md).
         scan_layers: whether one `lax.scan` runs over the repeated blocks, with parameters
             stacked over N; otherwise the blocks are unrolled.
         remat: activations that the backward pass recomputes: `none`, `minimal` (all but matmul
@@ -201,7 +201,7 @@ class ModelConfig:
             f"positions={self.positions!r} with scale_attention=False: TUPE divides its scores "
             "by sqrt(2 d_head); use scale_attention=True",
         )
-        # Half of a stack's buckets hold one distance each, in an encoder half of a half.
+        # Half of a stack's buckets hold one distance each; in an encoder, half of a half.
         require(
             self.relative_buckets >= 4
             and self.relative_max_distance > self.relative_buckets // 2,
@@ -356,7 +356,7 @@ class ModelConfig:
 
     @property
     def num_correlations(self) -> int:
-        """Products that a score of self-attention adds up: of words, with TUPE of positions."""
+        """Products that a self-attention score sums: of words and, with TUPE, of positions."""
         return 2 if self.has_untied_positions else 1
 
     @property
@@ -385,11 +385,11 @@ class ModelConfig:
 
     @property
     def may_skip_scores(self) -> bool:
-        """Whether training may run flash attention that knows causal masks alone."""
+        """Whether training may run flash attention that supports only causal masks."""
         return self.training_attention in ("splash", "auto") and self.has_plain_scores
 
     def num_logit_parts(self, tokens: int) -> int:
-        """In how many equal parts the loss takes a device's tokens, for fewer logits at a time.
+        """Number of equal parts of a device's tokens in the loss, for fewer logits at a time.
 
         Each part adds to the gradient `[D, V]` of the logits' matrix: with fewer tokens than
         twice D, that would be most of what is read and written.
@@ -443,7 +443,7 @@ class ModelConfig:
 
 
 def require_one_task(config: ModelConfig) -> None:
-    """Raises ValueError where experts are divided among tasks: no input says its task."""
+    """Raises ValueError if experts are divided among tasks: no input says its task."""
     if config.switch is not None and (tasks := config.switch.router.num_tasks) > 1:
         raise ValueError(
             f"the experts of this model are divided among {tasks} tasks (SOURCE in its "
@@ -453,7 +453,7 @@ def require_one_task(config: ModelConfig) -> None:
 
 
 def require_our_blocks(config: ModelConfig, what: str) -> None:
-    """Raises ValueError where `what` takes a model apart and the module is a user's own."""
+    """Raises ValueError if the module is a user's own, since `what` takes the model apart."""
     require(
         config.build is None,
         f"{type(config).__name__} builds a module of its own, and {what} knows the blocks of "

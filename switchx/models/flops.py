@@ -16,10 +16,10 @@ class ParameterCount:
     """Elements of the parameters by kind; biases belong to the layer that adds them.
 
     Attributes:
-        embedding: the token table, which is also the logits' matrix where they are tied.
-        positions: the learned position table; of every stack the relative bias, and TUPE's
+        embedding: the token table, which is also the logits' matrix if they are tied.
+        positions: the learned position table; for every stack the relative bias, and TUPE's
             table and projections.
-        logits: the untied logits' matrix.
+        logits: the matrix of untied logits.
         attention: matrices of self- and cross-attention; of Switch attention the output matrix.
         dense_ffn: the FFNs of dense blocks, and shared experts.
         experts: all experts of all Switch layers.
@@ -53,8 +53,8 @@ class SequenceFlops:
     Attributes:
         attention: query, key, value and output matrices, cross-attention's all four at
             decoder tokens (Kaplan counts every weight of a stack at each of its tokens).
-        scores: products of queries and keys, 2 H K a pair, and once a stack those of TUPE's
-            positions; masked and causal pairs count as others do.
+        scores: products of queries and keys, 2 H K per pair, and once per stack those of TUPE's
+            positions; masked and causal pairs count like others.
         dense_ffn: the FFNs of the dense blocks, and shared experts.
         experts: experts that a token meets, without dropped tokens and empty slots.
         logits: products with the whole vocabulary at every decoder token.
@@ -77,12 +77,12 @@ class SequenceFlops:
 
     @property
     def total(self) -> int:
-        """Kaplan's count, the FLOPs/seq of Table 9; the router is apart."""
+        """Kaplan's count, the FLOPs/seq of Table 9; the router is not included."""
         return self.attention + self.scores + self.dense_ffn + self.experts + self.logits
 
     @property
     def executed(self) -> int:
-        """Every matrix product a forward pass runs, in training's capacity."""
+        """Every matrix product a forward pass runs, with training's capacity."""
         extra = self.router + self.weighted_values + self.cross_memory
         return self.total - self.experts + self.expert_slots + extra
 
@@ -136,7 +136,7 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
 def flops_per_sequence(
     config: ModelConfig, encoder_length: int, decoder_length: int
 ) -> SequenceFlops:
-    """Counts the forward FLOPs of one sequence: 2 a weight and token, 2 H K a score.
+    """Counts the forward FLOPs of one sequence: 2 per weight and token, 2 H K per score.
 
     Biases, norms, softmax, activations, dropout, gathers and losses are not counted.
 
@@ -167,7 +167,7 @@ def flops_per_sequence(
     ffn_tokens = encoder_tokens + decoder_tokens
     attention = 2 * attention_weights(config) * (ffn_tokens + cross_tokens)
     untied_pairs = 0
-    if config.has_untied_positions:  # once a stack, whatever its layers
+    if config.has_untied_positions:  # once per stack, whatever its layers
         untied_pairs = encoder_length**2 + decoder_length**2
         attention += 2 * _untied_projections(config) * (encoder_length + decoder_length)
     dense_ffn = 2 * _ffn_weights(config, config.d_ff) * ffn_tokens
@@ -203,20 +203,20 @@ def flops_per_sequence(
 
 
 def train_flops(config: ModelConfig, encoder_length: int, decoder_length: int) -> int:
-    """FLOPs of a training step, one sequence: 3 times Kaplan's forward count.
+    """FLOPs of a training step for one sequence: 3 times Kaplan's forward count.
 
-    The backward pass takes two products where the forward one takes one; all weights are taken
-    to be trained. What remat computes again, the router, empty slots and the optimizer are not
-    in it: divided by a step's seconds it is the model's FLOPs/s, not the machine's. Nor are the
-    attention's weights times values, which PaLM's MFU counts (`weighted_values`).
+    The backward pass takes two products where the forward one takes one; all weights are
+    assumed to be trained. What remat recomputes, the router, empty slots and the optimizer are
+    not included: divided by a step's seconds it is the model's FLOPs/s, not the machine's. Nor
+    are attention weights times values, which PaLM's MFU counts (`weighted_values`).
     """
     return 3 * flops_per_sequence(config, encoder_length, decoder_length).total
 
 
 def experts_per_token(switch: SwitchConfig) -> float:
-    """Experts that a token meets in a Switch layer, nothing dropped, on average.
+    """Average number of experts that a token meets in a Switch layer if nothing is dropped.
 
-    k; where experts choose, the slots they have, which are never empty.
+    It is k; where experts choose, their slots per token, which are never empty.
     """
     if switch.router.has_choosing_experts:
         return slots_per_token(switch, switch.capacity_factor)
@@ -224,9 +224,9 @@ def experts_per_token(switch: SwitchConfig) -> float:
 
 
 def slots_of_sequence(config: ModelConfig, encoder_length: int, decoder_length: int) -> float:
-    """Slots over tokens of a sparse model's Switch layers in training, of all stacks.
+    """Slots per token of a sparse model's Switch layers in training, over all stacks.
 
-    `slots_per_token` of its capacity factor; of an `expert_capacity` those of its sequences.
+    `slots_per_token` of its capacity factor; with an `expert_capacity`, from its sequences.
     """
     switch = config.switch
     if switch.expert_capacity is None or switch.router.overflow == "dropless":
@@ -238,7 +238,7 @@ def slots_of_sequence(config: ModelConfig, encoder_length: int, decoder_length: 
 
 
 def slots_per_token(switch: SwitchConfig, capacity_factor: float) -> float:
-    """Slots over tokens of a full group: eq. 3 before it is rounded up to whole slots.
+    """Slots per token of a full group: eq. 3 before it is rounded up to whole slots.
 
     The capacity factor for each of k choices, unless `min_capacity` asks for more; an expert
     never has more slots than the group has tokens, and as many where nothing is dropped. A
@@ -256,7 +256,7 @@ def _num_layers(config: ModelConfig) -> int:
 
 
 def _num_attentions(config: ModelConfig) -> int:
-    """One a block, and one more in each decoder block that reads an encoder."""
+    """One per block, and one more in each decoder block that reads an encoder."""
     num_cross = config.num_decoder_layers if config.is_encoder_decoder else 0
     return _num_layers(config) + num_cross
 

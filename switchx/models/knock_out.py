@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model without one expert: its router never chooses it, and tokens go to the others.
 
-The logit of the expert is `NEVER` before the softmax, so the gates of the others are what they
-would be had the expert been dropped (`drop_experts` of `models/reshape.py`). The mask is a
+The logit of the expert is `NEVER` before the softmax, so the other experts' gates are the same
+as if the expert had been dropped (`drop_experts` of `models/reshape.py`). The mask is a
 parameter, the bias of the router's logits: all experts share one compiled program.
 """
 
@@ -20,8 +20,8 @@ def with_logit_biases(config: ModelConfig, params: dict) -> tuple[ModelConfig, d
     """The same model, whose routers have biases that `without_expert` changes; new ones are 0.
 
     Raises:
-        ValueError: no token could choose another expert, as there is no router or one expert
-            alone; or the module is a user's own.
+        ValueError: no token could choose another expert, because there is no router or only
+            one expert; or the module is a user's own.
     """
     require_our_blocks(config, "removing an expert")
     switch = config.switch
@@ -73,14 +73,14 @@ def _masked(params: dict, path: tuple[str, ...], place: tuple[int, ...]) -> dict
 def without_each(model, experts: Iterable[tuple[str, int]]) -> Iterator:
     """Yields a model, first whole, then without each of `experts` alone.
 
-    All run by the programs of the first.
+    All of them run the programs of the first.
 
     Args:
         model: dataclass with a `config` and its `params`, such as `switchx.Model`.
         experts: Switch layer and number of each expert.
 
     Raises:
-        ValueError: as `with_logit_biases`.
+        ValueError: as in `with_logit_biases`.
     """
     config, params = with_logit_biases(model.config, model.params)
     yield dataclasses.replace(model, config=config, params=params)

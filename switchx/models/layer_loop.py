@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Another loop in the place of the scan over the layers of a stack.
+"""Another loop in place of the scan over the layers of a stack.
 
-Parameters that are not on the devices come layer by layer by a loop of their own
+Parameters that are not on the devices arrive layer by layer, in a loop of their own
 (`training/offload/host_ring.py`).
 """
 
@@ -14,12 +14,12 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class LayerLoop:
-    """The two functions by which a stack runs its layers.
+    """The two functions with which a stack runs its layers.
 
     Attributes:
         remat: function of the stack's parameters and the configured `ModelConfig.remat` that
             returns the remat of its blocks.
-        scan: function with the arguments of `stack.scan_layers`; None is that one.
+        scan: function with the arguments of `stack.scan_layers`; None uses that one.
     """
 
     remat: Callable = lambda blocks, configured: configured
@@ -32,7 +32,7 @@ _loop = jax.make_user_context(LayerLoop())
 
 @contextlib.contextmanager
 def use_layer_loop(loop: LayerLoop):
-    """Stacks that are traced in the block run their layers by `loop`."""
+    """Makes stacks that are traced in the block run their layers by `loop`."""
     with _loop(loop):
         yield
 

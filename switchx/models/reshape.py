@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model with fewer experts: the most used ones, or groups of like experts merged into one.
+"""A model with fewer experts: the most used ones, or groups of similar experts merged into one.
 
 Or one whose other experts are vectors, their mean outputs (Zhang et al. 2025, MoNE,
 arXiv:2507.00390: novices), or one without experts: each Switch layer becomes one FFN, its most
 used expert or the mean of all.
 
-Dropping keeps the experts of the highest score. Merging follows Chen et al. 2024 (HC-SMoE,
-arXiv:2410.08589): experts are clustered by what they compute on a sample, average linkage; and
+Dropping keeps the experts with the highest scores. Merging follows Chen et al. 2024 (HC-SMoE,
+arXiv:2410.08589): experts are clustered by their outputs on a sample, average linkage; and
 Li et al. 2023 (MC-SMoE, arXiv:2310.01334): hidden units are aligned before matrices are
-averaged, weighted by use. Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 3.1, has fewer
-experts as the second step of deployment.
+averaged, weighted by use. In Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 3.1, having
+fewer experts is the second step of deployment.
 
 A merged expert stands for several. Its logit is fitted to the largest of theirs, which decides
 whether a token chooses one of them and how it is weighted. In the softmax it counts as many
@@ -38,7 +38,7 @@ from switchx.models.unroll import unrolled
 from switchx.moe.router import router_scores
 from switchx.moe.routing_plan import choice_scores
 
-# Penalty of a change of a router's weights, over the mean square of its inputs.
+# Penalty on a change of a router's weights, over the mean square of its inputs.
 RIDGE = 1e-2
 # Switch layer's arrays by name, without the layer's path.
 Layer = dict[str, Any]
@@ -55,7 +55,7 @@ class LayerSample:
         norm_E: sum of the norms ||y|| of each expert's outputs, over the tokens that chose it.
         gated_norm_E: the same sum of g ||y||, g the gate that the layer applied.
         sum_ED: sum of each expert's outputs over the tokens that chose it.
-        harm_E: rise of the loss where each expert alone is removed, nats a token; None where
+        harm_E: rise of the loss if each expert alone is removed, in nats per token; None if
             it was not measured.
     """
 
@@ -68,13 +68,13 @@ class LayerSample:
 
 
 class Reshaped(NamedTuple):
-    """A model with other experts, and what became of those before.
+    """A model with other experts, and the earlier experts that these are made of.
 
     Attributes:
         config: configuration, with unrolled layers.
         params: parameters.
-        origin_NE: for each Switch layer, the expert before that each expert is made of; of a
-            merged one, the most used of its cluster; of a dense layer, the expert 0.
+        origin_NE: for each Switch layer, the earlier expert that each expert is made of; for a
+            merged one, the most used of its cluster; for a dense layer, expert 0.
     """
 
     config: ModelConfig
@@ -83,7 +83,7 @@ class Reshaped(NamedTuple):
 
 
 def check_num_experts(config: ModelConfig, num_experts: int) -> None:
-    """Raises ValueError where a model cannot get so few, or so many, experts."""
+    """Raises ValueError if a model cannot get so few, or so many, experts."""
     require_our_blocks(config, "changing the number of experts")
     switch = config.switch
     require(
@@ -132,7 +132,7 @@ def reduced_config(config: ModelConfig, num_experts: int, *, is_merged: bool) ->
 
 
 def _per_token(sum_E, sample: LayerSample) -> np.ndarray:
-    """The mean over the tokens that chose each expert; 0 of one that none chose."""
+    """The mean over the tokens that chose each expert; 0 for one that none chose."""
     return np.asarray(sum_E) / np.maximum(np.asarray(sample.load_E), 1)
 
 
@@ -144,13 +144,13 @@ def _mean_over_rms(layer: Layer, sample: LayerSample) -> np.ndarray:
     return np.mean(np.abs(flat_EX), axis=1) / np.maximum(rms_E, 1e-30)
 
 
-# What says which experts stay, the highest first; of copies that exclude each other, their sum:
+# Scores by which experts stay, highest first; copies that exclude each other have their sum:
 #   frequency    tokens that chose the expert
 #   ean          sum of ||y|| over these tokens (expert activation norm)
 #   reap         mean of g ||y|| over these (Lasby et al. 2025, arXiv:2510.13999, eq. 9)
 #   mean_norm    mean of ||y|| over these
 #   aimer        mean |w| over the root mean square of w, without data (arXiv:2603.18492)
-#   brute_force  rise of the loss where the expert alone is removed
+#   brute_force  rise of the loss if the expert alone is removed
 # DEFAULT_SCORE cost 0.010 nats where frequency cost 0.201 (experiments/quality_by_bytes).
 DEFAULT_SCORE = "reap"
 SCORES: dict[str, Callable[[Layer, LayerSample], np.ndarray]] = {
@@ -172,7 +172,7 @@ def drop_experts(
 ) -> Reshaped:
     """The model with the `num_experts` experts of the highest scores in each Switch layer.
 
-    They keep their order. Where two have equal scores, the first stays. The router's softmax is
+    They keep their order. If two have equal scores, the first stays. The router's softmax is
     over those that stay, so all gates rise.
 
     Args:
@@ -206,12 +206,12 @@ def novice_experts(
     num_experts: int,
     score: str = DEFAULT_SCORE,
 ) -> Reshaped:
-    """The model in which all but `num_experts` experts a Switch layer are novices.
+    """The model in which all but `num_experts` experts per Switch layer are novices.
 
-    A novice's output is `b_out`, its mean over the tokens that chose it, 0 where none did; its
+    A novice's output is `b_out`, its mean over the tokens that chose it, 0 if none did; its
     matrices are zeros. Routers and gates stay.
 
-    Args, Raises: as `drop_experts`.
+    Args, Raises: as in `drop_experts`.
     """
     require_choice("score", score, SCORES)
 
@@ -238,8 +238,8 @@ def novice_experts(
 def agreement(config: ModelConfig, params: dict, samples: Sequence[LayerSample]) -> list[str]:
     """How well each score orders a layer's experts as brute force does, the best first.
 
-    Spearman's rank correlation with `harm_E`, the mean over layers, and its interval of 95% by
-    a bootstrap over layers and experts.
+    This is Spearman's rank correlation with `harm_E`, averaged over layers, with its 95%
+    interval by a bootstrap over layers and experts.
     """
     scores: dict[str, list[np.ndarray]] = {name: [] for name in SCORES}
 
@@ -276,11 +276,11 @@ def agreement(config: ModelConfig, params: dict, samples: Sequence[LayerSample])
 def merge_experts(
     config: ModelConfig, params: dict, samples: Sequence[LayerSample], num_experts: int
 ) -> Reshaped:
-    """The model with `num_experts` experts a Switch layer, like ones merged; see the file.
+    """The model with `num_experts` experts per Switch layer, similar ones merged (see above).
 
     With as many experts as there are, it is the model itself, unrolled.
 
-    Args, Raises: as `drop_experts`.
+    Args, Raises: as in `drop_experts`.
     """
     reduced = reduced_config(config, num_experts, is_merged=True)
 
@@ -328,16 +328,16 @@ def dense_config(config: ModelConfig) -> ModelConfig:
 def to_dense(
     config: ModelConfig, params: dict, samples: Sequence[LayerSample], *, is_merged: bool
 ) -> Reshaped:
-    """The model with one FFN in the place of each Switch layer.
+    """The model with one FFN in place of each Switch layer.
 
-    Its output is that of an expert times what a token's gates sum up to on average: of experts
-    that are equal, with normalized gates, it is exact.
+    Its output is that of an expert times the average sum of a token's gates: for equal experts
+    with normalized gates, it is exact.
 
     Args:
         is_merged: the mean of all experts, hidden units aligned, weighted by use; otherwise
             the most used one.
 
-    Raises: as `drop_experts`; see `dense_config`.
+    Raises: as in `drop_experts`; see `dense_config`.
     """
     dense = dense_config(config)
 
@@ -400,7 +400,7 @@ def _scores(config: ModelConfig, layer: Layer, x_RD) -> tuple[np.ndarray, np.nda
 
 
 def cluster_experts(y_ERD, num_clusters: int) -> list[list[int]]:
-    """Experts with like outputs, by the first of each cluster.
+    """Clusters of experts with similar outputs, ordered by the first of each.
 
     The distance of two experts is that of all their outputs over the root of the product of
     their norms; clusters are joined by the average distance of their members.
@@ -455,7 +455,7 @@ def reshaped(
 
 
 def taken(layer: Layer, experts: np.ndarray) -> Layer:
-    """The layer with these experts alone; E is the last dimension of a router's arrays. Their
+    """The layer with these experts only; E is the last dimension of a router's arrays. Their
     loads are shares of what they had together."""
     found = {
         name: array[experts] if name.startswith("experts/") else array[..., experts]
@@ -483,7 +483,7 @@ def _hidden(config: ModelConfig, layer: Layer, x_RD) -> np.ndarray:
 
 
 def _outputs(layer: Layer, hidden_ERF) -> np.ndarray:
-    """`[E, R, D]`, of the experts' activations."""
+    """`[E, R, D]`: the experts' outputs, from their activations."""
     w_out_EFD = layer["experts/w_out_EFD"]
     b_out_ED = layer.get("experts/b_out_ED")
     outputs = []
@@ -496,7 +496,7 @@ def _outputs(layer: Layer, hidden_ERF) -> np.ndarray:
 
 
 def _merged(layer: Layer, sample: LayerSample, hidden_ERF, clusters) -> Layer:
-    """The layer with one expert a cluster."""
+    """The layer with one expert per cluster."""
     x_RD = sample.x_RD.astype(np.float64)
     w_router_DE = layer["w_router_DE"].astype(np.float64)
     zero_E = np.zeros(len(sample.load_E))
@@ -543,7 +543,7 @@ def _merged_router(x_RD, w_DC, bias_C, log_count_C, share):
 
     The logit's bias is the mean of `bias_C`, weighted by `share`.
 
-    Ridge regression of what the mean of the cluster's columns leaves.
+    By ridge regression of what the mean of the cluster's columns leaves over.
     """
     mean_D = w_DC @ share
     logits_RC = x_RD @ w_DC + bias_C[None] - bias_C @ share
@@ -558,8 +558,8 @@ def _merged_router(x_RD, w_DC, bias_C, log_count_C, share):
 def _merged_expert(layer: Layer, hidden_ERF, members: list[int], share) -> Layer:
     """The weighted mean of the members, their hidden units in the order of the most used one.
 
-    Hidden units are paired so that the products of their activations and of their input
-    weights are the largest: units that the sample never activates are told by the latter.
+    Hidden units are paired so that the products of their activations and of their input weights
+    are the largest: the latter distinguish units that the sample never activates.
     """
     lead = members[int(np.argmax(share))]
     w_in_EDF = layer["experts/w_in_EDF"]

@@ -102,7 +102,7 @@ class BlockPeriod(nnx.Module):
         return x_BLD, stats, None if cache is None else tuple(caches)
 
     def _inputs_of_blocks(self, inputs: BlockInputs) -> list[BlockInputs]:
-        """The inputs of each block, with its part of what layers have of their own: heads of
+        """The inputs of each block, with its part of the inputs that differ by layer: heads of
         the biases, given choices."""
         biases = [inputs.bias_HLM] * self.length
         rows = [inputs.row_bias_BHLM] * self.length
@@ -187,7 +187,7 @@ class Stack(nnx.Module):
         return Rotation.of(self.config.rotary, self.config.d_head, position_BL)
 
     def inputs(self, token_BL, segment_BL, position_BL, mask_BLM, **others) -> BlockInputs:
-        """The blocks' inputs for whole sequences; `others` are further fields of them."""
+        """The blocks' inputs for whole sequences; `others` are their other fields."""
         length, switch = token_BL.shape[1], self.config.switch
         is_by_sequence = switch is not None and switch.router.balance_scope == "sequence"
         return BlockInputs(

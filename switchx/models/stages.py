@@ -3,8 +3,8 @@
 
 The stages of a pipeline run them (training/pipelined.py), and so does training with experts on
 a disk, a period at a time (training/offload). A stage holds an equal share of the
-blocks of every stack, and a copy of all else: of the embeddings, the tables of positions, the
-final norms. A microbatch comes into a chunk as a message: the activations, and in the decoder
+blocks of every stack, and a copy of everything else: the embeddings, the position tables, the
+final norms. A microbatch enters a chunk as a message: the activations, and in the decoder
 of an encoder-decoder also the encoder's output. Keys are those of the whole model, so that
 dropout is the same in both.
 
@@ -46,7 +46,7 @@ def split_blocks(config: ModelConfig, params: dict) -> tuple[tuple, dict]:
 
 
 def join_blocks(config: ModelConfig, blocks: tuple, shared: dict) -> dict:
-    """The whole again, as `split_blocks` found it."""
+    """The whole parameters again, as `split_blocks` got them."""
     joined = dict(shared)
     for name, stack in zip(stack_names(config), blocks, strict=True):
         joined[name] = shared[name] | {BLOCKS: stack}
@@ -54,7 +54,7 @@ def join_blocks(config: ModelConfig, blocks: tuple, shared: dict) -> dict:
 
 
 def message_shapes(config: ModelConfig, stack: str, microbatch: dict) -> dict[str, Any]:
-    """Shape structs of what a chunk of `stack` receives of one microbatch."""
+    """Shape structs of the message that a chunk of `stack` receives for one microbatch."""
     dtype, D = config.precision.compute_dtype, config.d_model
 
     def shape(stack):
@@ -86,7 +86,7 @@ def is_of_experts(name: str, leaf) -> bool:
 
 
 def without_experts(params: dict) -> dict:
-    """The parameters without those that experts have their own of."""
+    """The parameters without those of which each expert has its own part."""
     leaves = tree.named_leaves(params)
     return tree.nested({n: leaf for n, leaf in leaves.items() if not is_of_experts(n, leaf)})
 

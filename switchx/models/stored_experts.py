@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experts by the names of their parameters; whether they can be in host memory or on a disk.
 
-The other settings that a job must not have there are in `training/offload/exclusions.py`.
+The other settings of a job that exclude this are in `training/offload/exclusions.py`.
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from typing import Literal
 
 from switchx.models.config import ModelConfig
 
-# In the names of the parameters of experts, and of their matrices.
+# Parts of the names of the parameters of experts, and of their matrices.
 EXPERTS_PATH = "/experts/"
 EXPERT_MATRICES = f"{EXPERTS_PATH}w_"
 
@@ -66,7 +66,7 @@ def storage_refusal(
 
 
 def _slots_refusal(model: ModelConfig, tier: Tier, slots: int) -> str | None:
-    """Why there are too many slots: with a disk the model has them, in a ring each stack."""
+    """Why there are too many slots: with a disk the model has them, with a ring each stack."""
     stacks = ("encoder", "decoder") if model.is_encoder_decoder else ("decoder",)
     periods = {stack: getattr(model, f"num_{stack}_layers") // model.period for stack in stacks}
     numbers = {f"the {s}": n for s, n in periods.items() if model.num_sparse_layers_of(s)}

@@ -40,9 +40,9 @@ class Transformer(nnx.Module):
         Args:
             batch: T5X's feature names, as `data/features.py` makes them; where a decoder-only
                 model's `decoder_prefix_mask` is 1, attention is bidirectional, and without it
-                it is causal; `task_ids` `[B]`
-                where experts are those of tasks; `encoder_replay`, `decoder_replay`
-                `[B, L, N, S]` where choices are replayed (`moe/replay.py`).
+                it is causal; `task_ids` `[B]` where experts are divided among tasks;
+                `encoder_replay`, `decoder_replay` `[B, L, N, S]` where choices are
+                replayed (`moe/replay.py`).
         """
         memory_BMD, encoder_stats = None, None
         if self.has_encoder:

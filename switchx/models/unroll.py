@@ -10,7 +10,7 @@ from switchx.models.config import ModelConfig
 
 
 def unrolled(config: ModelConfig, params: dict) -> tuple[ModelConfig, dict]:
-    """The model with `scan_layers=False`; unchanged where it is unrolled already.
+    """The model with `scan_layers=False`; unchanged if it is already unrolled.
 
     Layer r * period + i of a stack is the r-th slice of the scanned period's `layer_i`.
     """
@@ -22,7 +22,7 @@ def unrolled(config: ModelConfig, params: dict) -> tuple[ModelConfig, dict]:
 def unrolled_blocks(tree: dict) -> dict:
     """A tree of a scanned model's layers, or of what an optimizer keeps for them, unrolled.
 
-    Every dictionary at a key `blocks` is of one stack; what is outside of them stays.
+    Every dictionary at a key `blocks` belongs to one stack; everything outside them stays.
     """
     return _map_blocks(_unrolled, tree)
 
@@ -32,11 +32,11 @@ def scanned_blocks(tree: dict, period: int, stack=np.stack) -> dict:
 
     Args:
         period: blocks of the period that is scanned, `ModelConfig.period`.
-        stack: function that makes one array of several; `jnp.stack` for arrays of JAX.
+        stack: function that makes one array of several; `jnp.stack` for JAX arrays.
 
     Raises:
-        ValueError: the period does not divide the layers of a stack, or layers that would be
-            stacked are not alike.
+        ValueError: the period does not divide the layers of a stack, or layers to be stacked
+            are not alike.
     """
     return _map_blocks(lambda blocks: _scanned(blocks, period, stack), tree)
 

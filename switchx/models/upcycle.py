@@ -2,26 +2,26 @@
 """Upcycling: a dense model as a sparse one, or a sparse one with m times its experts.
 
 Komatsuzaki et al. 2022 (arXiv:2212.05055), section 2: the FFNs of some blocks become Switch
-layers, the router is new, all else stays. Experts of a dense model are, by `DENSE_WAYS`,
+layers, the router is new, the rest stays. Experts of a dense model are, by `DENSE_WAYS`,
 
     copies          copies of the FFN: the same model where gates add up to 1, with k >= 2. With
                     k = 1 the gate is a probability, near 1 / E of a new router.
     virtual_groups  k shards of F / k hidden units, E / k copies of each, which have the same
                     router columns, so that a token gets each shard once: the same model (He et
                     al. 2024, arXiv:2410.07524, section 2.3, with T = G = k).
-    drop            copies, of whose hidden units a random share is drawn anew, by mean and
-                    deviation of the weights before (Nakamura et al. 2025, arXiv:2502.19261).
+    drop            copies in which a random share of hidden units is drawn anew, with the mean
+                    and deviation of the old weights (Nakamura et al. 2025, arXiv:2502.19261).
 
 A sparse model gets m copies of each expert and of its router column, by `SPARSE_WAYS`:
 
     counts_merged   k = 1: each counts as 1 / m in the softmax: the same model.
-    exclusive       k >= 2: so too, and a token chooses one copy at most: the same model.
+    exclusive       k >= 2: likewise, and a token chooses one copy at most: the same model.
     more_choices    a token chooses m k experts, all copies of k: the same model.
     copies          k stays (arXiv:2604.19835): a token may choose two copies of one expert, or
                     gets its expert with a gate m times smaller.
 
-All is said of tokens that are not dropped; padding and dropped ones pass by on the residual
-connection alone.
+All this holds for tokens that are not dropped; padding and dropped ones take only the residual
+connection.
 Dims: E experts, D model, F ffn
 """
 
@@ -38,12 +38,12 @@ from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig, requi
 from switchx.models.params import init_params
 from switchx.models.reshape import Layer, Reshaped, check_num_experts, reshaped, taken
 
-# Seed of what is drawn: routers, hidden units, differences of copies.
+# Seed of everything that is drawn: routers, hidden units, differences of copies.
 SEED = 0
 DENSE_WAYS = ("copies", "virtual_groups", "drop")
 SPARSE_WAYS = ("counts_merged", "exclusive", "more_choices", "copies")
-# Relative noise of router columns: of equal copies all tokens would choose the first. It is
-# above the rounding of float32.
+# Relative noise of router columns: among equal copies, all tokens would choose the first. It
+# is above the rounding of float32.
 TIES = 1e-6
 
 
@@ -59,7 +59,7 @@ def upcycled_config(
 
     Args:
         num_selected: experts that a token chooses; above 1 gates are divided by their sum.
-        every: the last block of each run of so many gets experts.
+        every: period of sparse blocks: the last block of each run of `every` gets experts.
         way: one of `DENSE_WAYS`.
 
     Raises:
@@ -100,12 +100,12 @@ def upcycled_config(
 def upcycle(
     sparse: ModelConfig, config: ModelConfig, params: dict, way="copies", share: float = 0.5
 ) -> Reshaped:
-    """The model `sparse`, experts made of a dense model's FFNs, routers drawn.
+    """The model `sparse`, with experts made of a dense model's FFNs and routers drawn.
 
     Args:
         sparse: configuration that `upcycled_config` returned.
         config, params: the dense model.
-        way: one of `DENSE_WAYS`, as it was given there.
+        way: one of `DENSE_WAYS`, as given to `upcycled_config`.
         share: part of each expert's hidden units that `drop` draws anew.
     """
     E, rng = sparse.switch.num_experts, np.random.default_rng(SEED)
@@ -134,7 +134,7 @@ def upcycle(
 def _scale_of_shards(config: ModelConfig, kind: str, shards: int) -> float:
     """The factor of a matrix or bias of the FFN where gates are 1 / shards.
 
-    Its root goes to `w_out` and to what hidden units are linear in, but of GELU, in nothing.
+    Its root goes to `w_out` and to weights that hidden units are linear in: none in plain GELU.
     """
     linear = (
         ("w_gate",) if config.is_gated else ("w_in", "b_in") * (config.activation == "relu")
@@ -158,7 +158,7 @@ def _draw_anew(experts: Layer, share: float, rng: np.random.Generator) -> None:
 
 
 def _routers(sparse: ModelConfig) -> dict[str, jax.Array]:
-    """Freshly drawn routers; what else the model has is not computed."""
+    """Freshly drawn routers; the rest of the model is not computed."""
 
     @jax.jit
     def draw(key):
@@ -169,7 +169,7 @@ def _routers(sparse: ModelConfig) -> dict[str, jax.Array]:
 
 
 def exact_way(config: ModelConfig) -> str:
-    """The way by which a sparse model gets copies and stays the same, at the same FLOPs."""
+    """The way in which a sparse model gets copies and stays the same, at the same FLOPs."""
     return "counts_merged" if config.switch.router.num_selected == 1 else "exclusive"
 
 
@@ -180,8 +180,8 @@ def multiplied_config(config: ModelConfig, num_experts: int, way: str) -> ModelC
         way: one of `SPARSE_WAYS`.
 
     Raises:
-        ValueError: see `check_num_experts`; `num_experts` is no multiple of those there are, or
-            the way is not for so many choices.
+        ValueError: see `check_num_experts`; `num_experts` is no multiple of the model's, or the
+            way does not suit so many choices.
     """
     require_choice("upcycle", way, SPARSE_WAYS)
     router, E = config.switch.router, config.switch.num_experts
@@ -218,9 +218,9 @@ def multiplied_config(config: ModelConfig, num_experts: int, way: str) -> ModelC
 
 
 def multiply_experts(config: ModelConfig, params: dict, num_experts: int, way: str) -> Reshaped:
-    """The model with `num_experts / E` copies of each of its E experts; see the file.
+    """The model with `num_experts / E` copies of each of its E experts; see the module.
 
-    Args, Raises: as `multiplied_config`.
+    Args, Raises: as in `multiplied_config`.
     """
     grown = multiplied_config(config, num_experts, way)
     E = config.switch.num_experts

@@ -3,9 +3,9 @@
 
 `all_to_all_dispatch` sends all slots in one all-to-all (Lepikhin et al. 2020, GShard,
 arXiv:2006.16668; Fedus et al. 2021, arXiv:2101.03961, section 5.4). `hierarchical_dispatch`
-sends them in one all-to-all inside of nodes and one between them (Shen et al. 2022, SE-MoE,
+sends them in one all-to-all within nodes and one between them (Shen et al. 2022, SE-MoE,
 arXiv:2205.10034, section 4.2, Figure 8): the same numbers bit for bit. `ragged_dispatch` sends
-rows and no empty slots; CPU emulates its collective, all else is the code of accelerators.
+rows and no empty slots; CPU emulates its collective, the rest is the accelerators' code.
 Dims: G groups, T tokens of a group, S choices of a token, E experts, C slots of an expert, D
 model, R rows, X choices in any order, P devices of the exchange,
 Q slots of all experts of a group
@@ -39,9 +39,9 @@ from switchx.partitioning.placement import Placement
 
 
 def all_to_all_dispatch(x_GTD, plan: RoutingPlan, experts: ExpertBank, exchange_parts: int = 1):
-    """One all-to-all of all slots over the experts' axes there, and one back.
+    """Sends all slots over the experts' axes in one all-to-all, and back in another.
 
-    Where there are fewer groups than devices, those that share one gather its slots first.
+    If there are fewer groups than devices, those that share one gather its slots first.
 
     Args:
         exchange_parts: see `SwitchConfig`; each part has all-to-alls of its own.
@@ -58,7 +58,7 @@ def all_to_all_dispatch(x_GTD, plan: RoutingPlan, experts: ExpertBank, exchange_
 def hierarchical_dispatch(
     x_GTD, plan: RoutingPlan, experts: ExpertBank, exchange_parts: int = 1
 ):
-    """Slots travel inside of their node first, then between devices of equal rank."""
+    """Sends slots within their node first, then between devices of equal rank."""
     local = functools.partial(
         _run_exchanged, collective=hierarchical_all_to_all, exchange_parts=exchange_parts
     )
@@ -81,7 +81,7 @@ def run_slots(
     num_devices: int,
     exchange_parts: int = 1,
 ):
-    """One device's groups through experts that are on `num_devices` devices."""
+    """Runs one device's groups through experts that are on `num_devices` devices."""
     token_GQ = token_of_slot(plan)
     x_ERD = gather_into_slots(x_GTD, plan, token_GQ)
     x_PERD = x_ERD.reshape(num_devices, -1, *x_ERD.shape[1:])
@@ -90,7 +90,7 @@ def run_slots(
 
 
 def ragged_dispatch(x_GTD, plan: RoutingPlan, experts: ExpertBank):
-    """Rows sorted by expert travel to their experts' devices and back."""
+    """Sends rows sorted by expert to their experts' devices and back."""
     return run_on_devices(_local, x_GTD, plan, experts)
 
 
@@ -105,7 +105,7 @@ def _local(x_GTD, plan: RoutingPlan, experts: ExpertBank, placement: Placement):
     row_1TS = sent.row_X.reshape(1, G * T, S)
     x_1RD = gather_rows(x_GTD.reshape(1, G * T, -1), token_1R, row_1TS)
 
-    # Rows of every device for every expert, known to all devices.
+    # Numbers of rows of every device for every expert, known to all devices.
     count_PE = jax.lax.all_gather(sent.count_E, axes) if axes else sent.count_E[None]
     size_PP = count_PE.reshape(num_parts, num_parts, -1).sum(axis=2)
     # A device receives no more than its experts have slots, nor more rows than there are.
@@ -123,7 +123,7 @@ def _local(x_GTD, plan: RoutingPlan, experts: ExpertBank, placement: Placement):
 
 
 def _run_received(x_RD, count_PE, experts: ExpertBank):
-    """Received rows, by source and then by expert, each through its expert."""
+    """Runs received rows, in order of source and then expert, each through its expert."""
     rows, E = x_RD.shape[0], count_PE.shape[1]
     run_R, is_row_R = rows_of_groups(count_PE.reshape(-1), rows)
     expert_R = jnp.where(is_row_R, run_R % E, E).astype(jnp.int32)

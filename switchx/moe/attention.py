@@ -3,8 +3,8 @@
 
 Fedus et al. 2021 (arXiv:2101.03961), appendix A, Figure 10, Table 10: in self-attention the
 matrices of query, key and value are replaced by a Switch layer. A token is routed once; its
-expert has one set of weights for the query and one for a vector that is its key and its value
-alike. Each expert is a linear map or an FFN. The paper found it unstable in bfloat16.
+expert has one set of weights for the query and one for a vector that is both its key and its
+value. Each expert is a linear map or an FFN. The paper found it unstable in bfloat16.
 Dims: B batch, L length, M memory, D model, H heads, K head size, E experts, R rows, F features
 of all heads together, G groups, T tokens of a group
 """
@@ -26,7 +26,7 @@ from switchx.partitioning.constrain import constrain
 class ProjectionExperts(nnx.Module):
     """E maps of rows to heads: `y_ERF = experts(x_ERD)`, where F is H * K of query and memory.
 
-    Without biases: Table 10 has T5's blocks, which have none.
+    They have no biases: Table 10 uses T5's blocks, which have none.
     """
 
     def __init__(self, config, *, key):
@@ -81,8 +81,8 @@ class ProjectionExperts(nnx.Module):
 class SwitchAttention(RoutedLayer, AttentionOutput):
     """Self-attention whose queries, keys and values are made by experts.
 
-    A token that gets no slot has a query, key and value of zero: it looks at all tokens
-    alike, and gives nothing to any that looks at it.
+    A token that gets no slot has a query, key and value of zero: it attends to all tokens
+    equally, and contributes nothing to any that attends to it.
     """
 
     def __init__(self, config, *, key):
@@ -111,7 +111,7 @@ class SwitchAttention(RoutedLayer, AttentionOutput):
             is_token_BL: false for padding.
             token_BL: ids of the tokens, for a router that hashes them.
             task_B: task of each row, for a router by task.
-            segment_BL: sequence of each token in its row; None, each row is one.
+            segment_BL: sequence of each token in its row; with None, each row is one sequence.
             biases: see `AttentionOutput.read`.
         """
         config = self.config

@@ -18,7 +18,7 @@ def balance_sums(prob_GTE, count_GE, is_token_GT, *, scope: str = "group", num_t
 
     Fedus et al. 2021 (arXiv:2101.03961), eq. 4-6: f_e is the share of choices that are e
     (before capacity), P_e the mean router probability of e. A group's term is 1 when both are
-    uniform, whatever k is; flaxformer's and Hugging Face's is k times that. Only P carries a
+    uniform, whatever k is; flaxformer's and Hugging Face's is k times that. Only P has a
     gradient.
 
     Where the experts are divided among tasks, a group's term is the mean over its tokens of
@@ -26,10 +26,10 @@ def balance_sums(prob_GTE, count_GE, is_token_GT, *, scope: str = "group", num_t
     task that are e.
 
     Args:
-        count_GE: choices of each expert; a share of their sum.
+        count_GE: choices of each expert; only shares of their sum matter.
         scope: `group`; or `batch`, all groups as one (Qiu et al. 2025, arXiv:2501.11873): an
-            expert then may be busy in one group and idle in another.
-        num_tasks: U, each with as many experts, in their order.
+            expert may then be busy in one group and idle in another.
+        num_tasks: number of tasks U, each with equally many experts, in order.
     """
     if scope == "batch":
         prob_GTE, is_token_GT = (
@@ -47,7 +47,7 @@ def balance_sums(prob_GTE, count_GE, is_token_GT, *, scope: str = "group", num_t
 
 
 def times_experts(share_XE, num_tasks: int):
-    """`E f_e`; with tasks `W f_e`, f of the choices of e's task, which has W experts."""
+    """`E f_e`; with tasks `W f_e`, f among the choices of e's task, which has W experts."""
     E = share_XE.shape[-1]
     if num_tasks == 1:
         return E * share_XE
@@ -61,7 +61,7 @@ def sequence_sums(prob_GTE, plan: RoutingPlan, segment_BL, num_tasks: int = 1):
     """Sum over sequences of `E sum_e f_e P_e`, and the number of sequences.
 
     DeepSeek-V3 (arXiv:2412.19437), eq. 17-20. A packed row has several sequences; f and P are
-    of the tokens of one.
+    taken over the tokens of one.
 
     Args:
         segment_BL: number of each token's sequence in its row; 0 where there is no token.
@@ -87,12 +87,12 @@ def count_sequences(segment_BL):
 
 
 def _sums_of_own_sequence(x_BL, segment_BL):
-    """Sums over the sequence that each token is of, `[B, L, ...]`, without an `[L, L]` mask."""
+    """Sums over each token's own sequence, `[B, L, ...]`, without an `[L, L]` mask."""
     sums_BS = _sums_by_sequence(x_BL, segment_BL)
     return jax.vmap(lambda sums_S, segment_L: sums_S[segment_L])(sums_BS, segment_BL)
 
 
 def _sums_by_sequence(x_BL, segment_BL):
-    """Sums by the number of a sequence, of which a row has at most as many as tokens."""
+    """Sums by sequence number; a row has at most as many sequences as tokens."""
     num_segments = segment_BL.shape[1] + 1
     return jax.vmap(lambda x, s: jax.ops.segment_sum(x, s, num_segments))(x_BL, segment_BL)

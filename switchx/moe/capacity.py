@@ -17,11 +17,11 @@ from switchx.moe.dispatcher_traits import DISPATCHERS
 
 
 def slot_notes(switch) -> tuple[str, ...]:
-    """Notes where dispatcher and overflow are not those of each other; else ().
+    """Notes if dispatcher and overflow do not suit each other; else ().
 
     The dispatcher says how slots are computed, the router whether a token may have none: with
     `dispatcher="dropless"` full experts may drop tokens, and with `overflow="dropless"` a
-    dispatcher of equal blocks computes slots that are empty.
+    dispatcher with equal blocks computes empty slots.
 
     Args:
         switch: a `SwitchConfig`; None in a dense model.
@@ -41,7 +41,7 @@ def slot_notes(switch) -> tuple[str, ...]:
             "that splits experts 'ragged_all_to_all' or 'sliced'",
         )
     name = "capacity_factor" if switch.expert_capacity is None else "expert_capacity"
-    # Enough of it, and an expert has a slot for each token of the group.
+    # If it is large enough, an expert has a slot for each token of the group.
     is_enough = switch.capacity_factor * S >= switch.num_candidates
     if switch.dispatcher != "dropless" or (name == "capacity_factor" and is_enough):
         return ()
@@ -71,7 +71,7 @@ def layer_groups(switch, batch: int, length: int) -> tuple[int, int]:
 
 
 def rows_of_groups(switch, batch: int, lengths: Iterable[int], parts: int) -> int | None:
-    """Rows that stay together where a batch is cut into parts, so that its groups stay whole.
+    """Rows that stay together when a batch is cut into parts, so that its groups stay whole.
 
     Args:
         batch: rows of the whole batch.
@@ -79,9 +79,9 @@ def rows_of_groups(switch, batch: int, lengths: Iterable[int], parts: int) -> in
         parts: microbatches of the batch.
 
     Returns:
-        The number of rows; None where a part has other groups than the whole batch, and so
-        another capacity and balance loss: a group is no number of whole rows, or does not fit
-        a part.
+        The number of rows; None if a part has other groups than the whole batch, and thus
+        another capacity and balance loss: a group is not a whole number of rows, or does not
+        fit a part.
     """
     rows = 1
     for L in lengths:
@@ -110,14 +110,14 @@ def out_of_groups(x, batch: int, length: int):
 def layer_capacity(switch, tokens_per_group: int, *, is_training: bool) -> int:
     """Slots of one expert for one group: choices / experts * factor, rounded; eq. 3.
 
-    The experts are those that a token can choose from: a group may be all of one task.
+    The experts are those that a token can choose from: a whole group may be of one task.
 
-    GShard's capacity counts all choices of a token, flaxformer's does not; ours does. At least
-    `min_capacity`, and never more than the group has tokens: no token chooses an expert twice.
-    All of them where the router is dropless; `expert_capacity` where that is given.
+    GShard's capacity counts all choices of a token, flaxformer's does not; ours does. It is at
+    least `min_capacity`, and at most the group's tokens: no token chooses an expert twice. It
+    is all of them if the router is dropless, and `expert_capacity` if that is given.
 
     Args:
-        switch: a `SwitchConfig`, with a factor for training and one for all else.
+        switch: a `SwitchConfig`, with one factor for training and one for everything else.
     """
     if switch.router.overflow == "dropless":
         return tokens_per_group
@@ -125,7 +125,7 @@ def layer_capacity(switch, tokens_per_group: int, *, is_training: bool) -> int:
         return min(tokens_per_group, switch.expert_capacity)
     factor = switch.capacity_factor if is_training else switch.eval_capacity_factor
     choices = tokens_per_group * switch.router.num_selected
-    # No more slots than tokens are ever given, so a larger factor is that of an even share.
+    # There are never more slots than tokens, so a larger factor would not matter.
     factor = min(factor, switch.num_candidates)
     # The product is rounded first: 100 * 1.1 is 110.00000000000001 in binary.
     even_share = round(choices * factor / switch.num_candidates, 9)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frozen configurations of routers and Switch layers, refused where they contradict.
+"""Frozen configurations of routers and Switch layers, refused if they contradict themselves.
 
-Fedus et al. 2021 (arXiv:2101.03961); the papers of single choices stand beside them.
+Fedus et al. 2021 (arXiv:2101.03961); papers on individual options are cited beside them.
 """
 
 import dataclasses
@@ -37,26 +37,26 @@ class RouterConfig:
             `expert_choice`: each expert its most probable tokens (Zhou et al. 2022,
             arXiv:2202.09368), in encoders only. `hash`: a fixed hash of the token's id (Roller
             et al. 2021, arXiv:2106.04426); no router, every gate is 1. `task`: as `top_k`, but
-            out of the experts of the row's task (SE-MoE, Shen et al. 2022, arXiv:2205.10034,
-            section 4.1): they are divided evenly among `num_tasks`.
+            among the experts of the row's task (SE-MoE, Shen et al. 2022, arXiv:2205.10034,
+            section 4.1): experts are divided evenly among `num_tasks`.
         num_tasks: number of tasks that the experts are divided among with kind `task`, in the
             order of the mixture, whose `rows` say which row belongs to which task.
         num_selected: k, the number of experts that a token chooses.
         score: function of the logits by which experts are chosen and gated: `softmax` over all
             experts; `sigmoid` of each (DeepSeek-V3, arXiv:2412.19437, eq. 15); `sqrt_softplus`,
-            sqrt(log(1 + exp(z))) (DeepSeek-V4). Balance loss, entropy and gate mass are of the
-            scores over their sum, which are probabilities.
-        gate: `softmax`, the probability of each chosen expert under all experts (Switch);
-            `score`, the same of the other scores; `normalized`, the score divided by the sum
+            sqrt(log(1 + exp(z))) (DeepSeek-V4). Balance loss, entropy and gate mass use the
+            scores divided by their sum, which are probabilities.
+        gate: `softmax`, the probability of each chosen expert among all experts (Switch);
+            `score`, the same for the other scores; `normalized`, the score divided by the sum
             over the chosen ones (GShard).
         gate_scale: factor of the gates (DeepSeek-V3's routed scaling factor, 2.5).
-        num_expert_groups: groups of as many neighbouring experts, such as those of a node; 1
-            makes no groups.
-        expert_groups_per_token: groups that a token's experts are from, at most: those with the
-            largest sums of their two best biased scores (DeepSeek-V3, section 2.1.2; its code
-            adds two up).
+        num_expert_groups: number of equal groups of neighbouring experts, such as those of a
+            node; 1 makes no groups.
+        expert_groups_per_token: largest number of groups that a token's experts come from:
+            those with the largest sums of their two best biased scores (DeepSeek-V3, section
+            2.1.2; its code sums two).
         priority: order in which choices get slots: by `position` in the group, or by `gate`,
-            the surest token first (batch-prioritized routing, Riquelme et al. 2021,
+            the most confident token first (batch-prioritized routing, Riquelme et al. 2021,
             arXiv:2106.05974). First choices come before second ones either way.
         exploration: noise in training (Switch, appendix C): `none`; `jitter` multiplies the
             router's inputs by U[1-jitter, 1+jitter]; `sample` draws experts from the softmax
@@ -74,19 +74,19 @@ class RouterConfig:
             alone, without bias, expert groups and the draw of `sample`, but with the noise of
             the router's inputs (DeepSeek-V3, eq. 18).
         balance_scope: tokens that the balance loss compares: the tokens of each `group` or of
-            each `sequence`, packed ones apart (DeepSeek-V3, eq. 17-20), averaged over these; or
-            of the whole `batch` together, microbatches included (Qiu et al. 2025,
+            each `sequence`, packed ones separately (DeepSeek-V3, eq. 17-20), averaged over
+            these; or of the whole `batch` together, microbatches included (Qiu et al. 2025,
             arXiv:2501.11873).
         balance_load: load that the loss of the `batch` compares with: the `current` batch's,
-            which a first forward pass counts where there are microbatches; or the
-            `previous_step`'s, an approximation, kept as a parameter, without that pass.
-        bias_update_rate: step by which, after every training step, the bias that balances the
-            load moves (Wang et al. 2024, arXiv:2408.15664: 0.001); with a quantile rule the
-            share of the way to the new bias, 1 as published. The bias is added to the scores
-            for choosing experts, not for gating. None has no bias; with 0 it stays as it is.
-            With choices that a batch gives (`replay`) it balances the router's own.
-        bias_rule: rule by which it moves, the load n being that of the whole batch. `sign`:
-            rate times sign(mean n - n_e). `sign_centered`: that, less its mean over the experts
+            which a first forward pass counts if there are microbatches; or the
+            `previous_step`'s, an approximation kept as a parameter, without that pass.
+        bias_update_rate: amount by which the load-balancing bias moves after every training
+            step (Wang et al. 2024, arXiv:2408.15664: 0.001); with a quantile rule, the share
+            of the way to the new bias, 1 as published. The bias is added to the scores for
+            choosing experts, not for gating. None means no bias; with 0 it stays as it is.
+            If the batch gives the choices (`replay`), it balances the router's own.
+        bias_rule: rule by which the bias moves; the load n is that of the whole batch. `sign`:
+            rate times sign(mean n - n_e). `sign_centered`: that minus its mean over the experts
             (torchtitan). `proportional`: rate times (mean n - n_e) over the batch's tokens.
             `quantile`, `quantile_logits`: see `moe/quantile_balance.py`.
         padding: treatment of padding. `ignored`: neither routed nor counted. `counted`: routed
@@ -96,14 +96,14 @@ class RouterConfig:
         counts_merged: whether an expert e counts as the m_e experts that were merged into it
             (`models/reshape.py`): its probability is `exp(z_e) / sum_j m_j exp(z_j)`, the
             probability of one of them. log m is a parameter.
-        num_copies: copies of each expert among the experts, E / num_copies apart; a token
-            chooses one of them at most, the most probable (`models/upcycle.py`).
+        num_copies: number of copies of each expert among the experts, E / num_copies apart; a
+            token chooses at most one of them, the most probable (`models/upcycle.py`).
         replay: whether a batch may say which experts its tokens go to, by its features
             `encoder_replay` and `decoder_replay` (`moe/replay.py`; Ma et al. 2025,
-            arXiv:2510.11370). Training needs these; elsewhere, the routers choose for a batch
-            without them.
-        replay_drops: whether such a choice may find its expert full; without it replay needs
-            `overflow="dropless"`, since what writes text drops none.
+            arXiv:2510.11370). Training requires these; elsewhere, the routers choose for a
+            batch without them.
+        replay_drops: whether a replayed choice may find its expert full; otherwise replay needs
+            `overflow="dropless"`, since text generation drops none.
     """
 
     kind: Literal["top_k", "expert_choice", "hash", "task"] = "top_k"
@@ -279,7 +279,7 @@ class RouterConfig:
         )
 
     def _check_other_kinds(self) -> None:
-        """Refuses what means nothing where tokens do not choose by a router's probabilities."""
+        """Refuses settings without meaning if tokens do not choose by router probabilities."""
         is_hash = self.kind == "hash"
         only = {
             "num_selected": (1,),
@@ -329,12 +329,12 @@ class RouterConfig:
 
     @property
     def counts_first(self) -> bool:
-        """Whether the balance loss of a microbatch needs the load of all of the batch."""
+        """Whether the balance loss of a microbatch needs the load of the whole batch."""
         return (self.balance_scope, self.balance_load) == ("batch", "current")
 
     @property
     def keeps_load(self) -> bool:
-        """Whether layers keep the load of the step before."""
+        """Whether layers keep the load of the previous step."""
         return self.balance_load == "previous_step"
 
     @property
@@ -349,7 +349,7 @@ class RouterConfig:
 
     @property
     def has_drop_floor(self) -> bool:
-        """Whether `load_evenness.expected_drops` is the law of a balanced router's drops."""
+        """Whether a balanced router's drops follow `load_evenness.expected_drops`."""
         return self.kind in ("top_k", "hash") and self.overflow != "reroute"
 
 
@@ -358,54 +358,54 @@ class SwitchConfig:
     """Switch layers: how many experts, in which blocks, and how tokens reach them.
 
     Attributes:
-        num_experts: E, in every sparse block.
+        num_experts: number of experts, E, in every sparse block.
         every: period of sparse blocks: the last block of each run of `every` blocks is sparse;
             1 makes all sparse.
         stacks: stacks that have sparse blocks: `all`, or the `encoder` alone.
-        encoder_layers, decoder_layers: numbers of the sparse blocks, from 0, ascending, where
-            they are others than `every` and `stacks` say (Hugging Face's 1, 5, 9 of 12); both
-            or neither.
+        encoder_layers, decoder_layers: indices of the sparse blocks, from 0, ascending, if not
+            those of `every` and `stacks` (Hugging Face's 1, 5, 9 of 12); both or neither.
         sublayers: sparse sublayers of a sparse block: its `ffn`, its self-`attention` (Switch,
             appendix A) or `both`.
-        attention_experts: experts of a Switch attention are `linear` maps, or each an `ffn`.
+        attention_experts: kind of the experts of a Switch attention: `linear` maps or `ffn`s.
         capacity_factor: slots of an expert over its even share of tokens, in training
             (section 2.2, eq. 3).
-        eval_capacity_factor: the same where nothing is trained.
-        min_capacity: fewest slots an expert has.
+        eval_capacity_factor: the same outside of training.
+        min_capacity: minimum number of slots of an expert.
         expert_capacity: slots that an expert has for each row of a batch, whatever the row's
-            length, where rows are routed apart as Hugging Face does; then no factor, no
-            `min_capacity` and no `group_size` counts. None counts slots by factor and group.
-        capacity_rounding: `up` (a factor of 1 has a slot for each of perfectly balanced
-            tokens), `down` (Mesh-TensorFlow) or `nearest`, halves to the even number
+            length, with rows routed separately, as in Hugging Face; the factors,
+            `min_capacity` and `group_size` are then ignored. None uses factor and group.
+        capacity_rounding: `up` (with a factor of 1, perfectly balanced tokens all have a
+            slot), `down` (Mesh-TensorFlow) or `nearest`, halves to the even number
             (flaxformer).
-        group_size: tokens routed together, at most; groups never depend on the devices.
+        group_size: largest number of tokens routed together; groups never depend on devices.
         d_ff: F of an expert; None takes the model's.
-        shared_d_ff: F of a dense FFN that every token passes beside its expert (a residual
-            or shared expert: Rajbhandari et al. 2022, arXiv:2201.05596; Dai et al. 2024,
-            arXiv:2401.06066); None has none.
+        shared_d_ff: F of a dense FFN that every token passes through besides its expert (a
+            residual or shared expert: Rajbhandari et al. 2022, arXiv:2201.05596; Dai et al.
+            2024, arXiv:2401.06066); None for no such FFN.
         shared_gate: whether the shared expert's output is multiplied by sigmoid(x g) of a
             vector g `[D]` (Qwen1.5-MoE).
         expert_dropout_rate: dropout inside the experts (section 2.4, Table 4); None takes
             the model's `dropout_rate`.
         expert_bias: whether the experts have biases.
-        dispatcher: the way in which tokens reach their experts, with the same numbers from
-            each: `gather` (the default), `einsum` (one-hot, the readable oracle), or another of
-            `DISPATCHERS`; docs/dispatchers.md says which one suits what. A job takes
-            `dispatchers.suited_dispatcher` for `auto`, which gin files of meshes have.
+        dispatcher: the way in which tokens reach their experts; all give the same numbers:
+            `gather` (the default), `einsum` (one-hot, the readable oracle), or another of
+            `DISPATCHERS`; docs/dispatchers.md says when to use which. For `auto`, which the
+            gin files of meshes set, a job takes `dispatchers.suited_dispatcher`.
         buffer_factor: buffer of the sliced dispatchers: tokens that a device has room for, over
             its even share; a device with more of them computes the layer again with room for
             all. None always has room for all.
-        exchange_parts: parts of the slots that `all_to_all` and `hierarchical` send apart, so
-            that one part travels while another is in the experts; with dropout in the
-            experts each part has masks of its own. 1 sends all at once.
-        num_replicas: further slots for experts, which training fills with copies of the
-            busiest ones, chosen at every evaluation by the load measured there
-            (`moe/expert_copies.py`); the experts and these divide over the devices that have
-            experts. Where nothing is trained there are none.
-        router_init_scale: variance scale of the router; the paper scales it by 0.1 as all
-            else, flaxformer took normal(0.02) and published checkpoints that way.
-        recorded_places: places of each evaluation's batches whose routing training keeps for
-            `routing/` (one batch's whole groups at least); see `switchx/routing_record.py`.
+        exchange_parts: number of parts in which `all_to_all` and `hierarchical` send the slots,
+            so that one part travels while another is in the experts; with dropout in the
+            experts, each part has masks of its own. 1 sends all at once.
+        num_replicas: number of additional expert slots, which training fills with copies of
+            the busiest experts, chosen at every evaluation by the load measured there
+            (`moe/expert_copies.py`); experts and copies together divide over the devices that
+            have experts. Outside of training there are none.
+        router_init_scale: variance scale of the router; the paper scales it by 0.1 like all
+            weights, flaxformer used normal(0.02) and published checkpoints that way.
+        recorded_places: number of places in each evaluation's batches whose routing training
+            keeps in `routing/` (at least the whole groups of one batch); see
+            `switchx/routing_record.py`.
         router: choice of the experts of a token, and treatment of a full expert.
     """
 
@@ -437,7 +437,7 @@ class SwitchConfig:
 
     @property
     def num_ranks(self) -> int:
-        """R, the ranks of experts that routing is recorded with: all that a token may try."""
+        """R, the number of ranked experts that routing records: all that a token may try."""
         router = self.router
         tried = router.max_rounds if router.overflow == "reroute" else router.num_selected
         return min(tried, self.num_experts)
@@ -536,7 +536,7 @@ class SwitchConfig:
         )
 
     def _check_choices(self) -> None:
-        """Refuses choices of experts that these are too few for."""
+        """Refuses choices of experts for which there are too few experts."""
         router, groups = self.router, self.router.num_expert_groups
         size, rest = divmod(self.num_experts, groups)
         require(
@@ -568,7 +568,7 @@ class SwitchConfig:
             return
         for name in ("encoder_layers", "decoder_layers"):
             layers = tuple(getattr(self, name))
-            object.__setattr__(self, name, layers)  # JSON gives a list, which is no key
+            object.__setattr__(self, name, layers)  # JSON gives a list, which is not hashable
             require(
                 all(a < b for a, b in itertools.pairwise((-1, *layers))),
                 f"SwitchConfig.{name}={layers}; use numbers of blocks from 0, ascending",
@@ -585,14 +585,14 @@ class SwitchConfig:
         )
 
     def with_dispatcher(self, name: str) -> "SwitchConfig":
-        """The layers with another dispatcher; in parts only where it exchanges slots."""
+        """The layers with another dispatcher, in parts only if it exchanges slots."""
         is_in_parts = name != "auto" and DISPATCHERS[name].exchanges_slots
         parts = self.exchange_parts if is_in_parts else 1
         return dataclasses.replace(self, dispatcher=name, exchange_parts=parts)
 
     @property
     def dispatches_rows(self) -> bool:
-        """Whether devices may dispatch rows in place of groups, which decide nothing then."""
+        """Whether devices may dispatch rows in place of groups, which then decide nothing."""
         return self.dispatcher == "dropless" and self.router.overflow == "dropless"
 
     @property
@@ -602,7 +602,7 @@ class SwitchConfig:
 
     @property
     def has_named_layers(self) -> bool:
-        """Whether the sparse blocks are listed, and not every `every`-th one."""
+        """Whether the sparse blocks are listed, rather than every `every`-th one."""
         return self.encoder_layers is not None
 
     @property

@@ -2,8 +2,8 @@
 """Placement of experts on devices: copies by load, or the experts of a device's tasks.
 
 Copies are placed greedily, by the two steps of DeepSeek's EPLB (DeepSeek-V3, arXiv:2412.19437,
-section 3.4): each further copy goes to the expert with the largest load a copy; then the
-copies, the heaviest first, each to the least loaded device that has a slot left.
+section 3.4): each further copy goes to the expert with the largest load per copy; then the
+copies go, heaviest first, each to the least loaded device that has a slot left.
 Dims: N layers, E experts, R slots for experts, P devices
 """
 
@@ -16,9 +16,9 @@ from switchx.fields import require
 
 
 def place_copies(load_NE, num_copies: int, num_devices: int = 1) -> np.ndarray:
-    """The expert in each slot, int32 `[N, R]`, R = E + `num_copies`; R / P slots a device.
+    """The expert in each slot, int32 `[N, R]`, R = E + `num_copies`; R / P slots per device.
 
-    Every expert has one slot at least. A layer's table depends on its own load alone, and ties
+    Every expert has at least one slot. A layer's table depends only on its own load, and ties
     go to the lower number: all processes compute the same.
 
     Args:
@@ -80,7 +80,7 @@ def place_tasks(
 
 
 def loads_of_devices(load_NE, expert_of_slot_NR, num_devices: int) -> np.ndarray:
-    """The load of each device `[N, P]`, an expert's divided evenly among its copies."""
+    """The load of each device `[N, P]`; an expert's is divided evenly among its copies."""
     load_NE = np.asarray(load_NE, np.float64)
     table_NR = np.asarray(expert_of_slot_NR)
     E = load_NE.shape[1]
@@ -137,7 +137,7 @@ def _place_layer(load_E: np.ndarray, num_copies: int, num_devices: int) -> np.nd
 
 
 def slots_refusal(num_experts: int, num_copies: int, devices: int) -> str | None:
-    """Why the slots of the experts and their copies cannot be on so many devices; or None."""
+    """Why the slots of experts and copies cannot be split over so many devices; or None."""
     over = (num_experts + num_copies) % devices
     if not over:
         return None

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dispatchers: the protocol, and the two that the compiler splits over a mesh.
 
-`gather_dispatch` is the default. Up to 4 choices a token, its forward and backward are gathers
-only: each slot knows its token and each token its slots. `einsum_dispatch` is
-the readable oracle of all dispatchers: one-hot tensors, as Mesh-TensorFlow has them (Fedus et
-al. 2021, arXiv:2101.03961, appendix F).
+`gather_dispatch` is the default. With up to 4 choices per token, its forward and backward
+passes consist of gathers only: each slot knows its token and each token its slots.
+`einsum_dispatch` is the readable oracle of all dispatchers: one-hot tensors, as in
+Mesh-TensorFlow (Fedus et al. 2021, arXiv:2101.03961, appendix F).
 Dims: G groups, T tokens of a group, S choices of a token, E experts, C slots of an expert, D
 model, R rows, Q places for rows
 """
@@ -21,23 +21,23 @@ from switchx.moe.routing_plan import RoutingPlan
 from switchx.partitioning.constrain import constrain, current_rules, num_devices, whole
 from switchx.partitioning.placement import Placement
 
-# Up to so many choices a token are gathered one by one; more are added up by a scatter.
+# Up to this many choices per token are gathered one by one; more are added up by a scatter.
 MOST_GATHERED = 4
 
 
 class ExpertBank(Protocol):
     """E experts of one kind, as a pytree whose leaves' names end in their dimensions.
 
-    `switchx.moe.experts.ExpertFFN` is the one that a Switch layer has.
+    A Switch layer's bank is `switchx.moe.experts.ExpertFFN`.
     """
 
     def __call__(self, x_ERD: jax.Array) -> jax.Array:
-        """Every expert on its own block of R rows."""
+        """Runs every expert on its own block of R rows."""
 
     def run_rows(
         self, x_RD: jax.Array, count_E: jax.Array, gate_R: jax.Array | None = None
     ) -> jax.Array:
-        """The output of each row's expert, times the row's gate, which its last product has.
+        """The output of each row's expert, times the row's gate, applied in the last product.
 
         Rows are sorted by expert. Rows past the last expert's are not read and give zeros.
         """
@@ -46,9 +46,9 @@ class ExpertBank(Protocol):
         """The experts of one device of a mesh.
 
         Args:
-            index: the device's number, for random numbers of its own.
-            is_first_part: whether this device adds what is added once, such as biases; one of
-                the devices with parts of the same experts does.
+            index: the device's number, which gives it random numbers of its own.
+            is_first_part: whether this device adds terms that are added once, such as biases;
+                of the devices with parts of the same experts, one does.
         """
 
 
@@ -73,11 +73,11 @@ def gather_dispatch(x_GTD, plan: RoutingPlan, experts: ExpertBank):
 
 
 def einsum_dispatch(x_GTD, plan: RoutingPlan, experts):
-    """Dispatches and combines by two einsums over one-hot tensors."""
+    """Dispatches and combines with two einsums over one-hot tensors."""
     G, T, D = x_GTD.shape
     E, C = plan.num_experts, plan.capacity
     dispatch_GTSEC = dispatch_tensor(plan, x_GTD.dtype)
-    # Multiplying by zero would not keep out what experts make of empty slots, if it is NaN.
+    # Multiplying by zero would not remove the experts' outputs for empty slots if they are NaN.
     is_used_EGC1 = jnp.einsum("GTSEC->EGC", dispatch_GTSEC)[..., None] > 0
     x_EGCD = jnp.einsum("GTSEC,GTD->EGCD", dispatch_GTSEC, x_GTD)
     x_EGCD = jnp.where(is_used_EGC1, x_EGCD, 0)
@@ -127,11 +127,11 @@ def gather_from_slots(y_ERD, plan: RoutingPlan, token_GQ):
 
 
 def _by_groups(x_GQD):
-    """Splits slots as the groups of their tokens are, where these divide over the devices.
+    """Splits slots like the groups of their tokens, if these divide over the devices.
 
-    Gathers are local then, forward and backward, and slots travel to their experts and back.
+    Gathers are then local, forward and backward, and slots travel to their experts and back.
     Left to itself, XLA gathers from slots that are split; beside a manual axis it aborts there,
-    so where groups do not divide every device has all slots.
+    so if groups do not divide, every device has all slots.
     """
     if num_devices() == 1:
         return x_GQD
@@ -147,8 +147,8 @@ def gated_sum(y_GQD, token_GQ, place_GTS, gate_GTS=None):
     Args:
         y_GQD: rows in Q places.
         token_GQ: the token of each place; T where there is none.
-        place_GTS: the place of each choice, past the end for none; at most one choice a place.
-        gate_GTS: weights of the choices; None where the rows have been multiplied by them.
+        place_GTS: the place of each choice, past the end for none; a place has one at most.
+        gate_GTS: weights of the choices; None if the rows are already multiplied by them.
     """
     T, S = place_GTS.shape[1:]
     if S > MOST_GATHERED:
@@ -159,7 +159,7 @@ def gated_sum(y_GQD, token_GQ, place_GTS, gate_GTS=None):
     for s in range(S):
         index_GQ = token_GQ
         if S > 1:
-            # A place holds one choice: for choice s, places of others point past the end.
+            # A place holds one choice: for choice s, all other places point past the end.
             token_of_choice_GQ = jnp.minimum(token_GQ, T - 1)
             is_choice_GQ = (
                 jnp.take_along_axis(place_GTS[..., s], token_of_choice_GQ, axis=1)
@@ -175,11 +175,11 @@ def gated_sum(y_GQD, token_GQ, place_GTS, gate_GTS=None):
 
 @cheap_again
 def gated(y_RD, gate_R):
-    """Rows times their gates, in float32 and rounded once; so a gate's gradient is summed.
+    """Rows times their gates, in float32, rounded once; so is the sum of a gate's gradient.
 
-    In the last product's epilogue it would take 5% less of a layer of 64 experts on a v5e, by
-    the compiler's estimate, but gates would need an exchange of their own on a mesh, and
-    gradients get slower on a v5p.
+    Moving it into the last product's epilogue would save 5% of a layer of 64 experts on a v5e,
+    by the compiler's estimate, but gates would need an exchange of their own on a mesh, and
+    gradients would get slower on a v5p.
     """
     wide = jnp.promote_types(y_RD.dtype, jnp.float32)
     return (y_RD.astype(wide) * gate_R[..., None]).astype(y_RD.dtype)
@@ -203,7 +203,7 @@ def gather_rows(x_GRD, index_GQ, inverse_GRS):
         x_GRD: rows.
         index_GQ: number of the row for each of Q places.
         inverse_GRS: the places each row goes to (past the end for none); must be the
-            inverse of `index_GQ`. The gradient of row r is the sum of those of its places.
+            inverse of `index_GQ`. The gradient of row r is the sum of its places' gradients.
     """
     del inverse_GRS
     return _take(x_GRD, index_GQ)
@@ -217,7 +217,7 @@ def _gather_rows_backward(residuals, dy_GQD):
     index_GQ, inverse_GRS = residuals
     S = inverse_GRS.shape[-1]
     if S <= MOST_GATHERED:
-        # One gather a choice: summing a [G, R, S, D] buffer would cost a pass for S = 1.
+        # One gather per choice: summing a [G, R, S, D] buffer would cost a pass for S = 1.
         dx_GRD = sum(_take(dy_GQD, inverse_GRS[..., s]) for s in range(S))
     else:
         dx_GRD = _add_rows(dy_GQD, index_GQ, inverse_GRS.shape[1])
@@ -234,7 +234,7 @@ def _take(x_GRD, index_GQ):
 
 
 def _add_rows(y_GQD, index_GQ, num_rows: int):
-    """Row `index` of each group is the sum of its places; none past the end."""
+    """Adds each place to row `index` of its group; an index past the end adds nothing."""
 
     def add(y_QD, index_Q):
         zeros_RD = jax.lax.full_like(y_QD, 0, shape=(num_rows, y_QD.shape[-1]))

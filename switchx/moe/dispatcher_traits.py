@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dispatchers by name, with what configurations and the planner ask of each."""
+"""Dispatchers by name, with the properties that configurations and the planner ask for."""
 
 from typing import NamedTuple
 
 
 class DispatcherTraits(NamedTuple):
-    """Properties of a dispatcher beside its function.
+    """Properties of a dispatcher besides its function.
 
     Attributes:
-        has_equal_blocks: whether every expert gets a block of as many rows in training.
+        has_equal_blocks: whether every expert gets a block of equally many rows in training.
         is_automatic: whether the compiler decides what is sent between devices.
         is_sliced: whether experts are split over devices that have the same tokens.
         shares_groups: whether devices may share a routing group.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dispatchers: their table, the choice of the one that runs a layer, the refusals.
+"""The dispatchers: their table, the choice of the one that runs a layer, and refusals.
 
 Dims: G groups, T tokens of a group, S choices of a token
 """
@@ -35,11 +35,11 @@ FUNCTIONS = {
 def choose_dispatcher(switch, plan: RoutingPlan, *, is_training: bool) -> Dispatcher:
     """The function that runs a `SwitchConfig`'s layer on one plan, on the mesh in use.
 
-    It is the configured one, but where nothing is trained and slots would be empty, the numbers
-    being the same: with no more choices than experts (a decode step) `gather` is replaced by
+    It is the configured one, except outside of training where slots would be empty; the numbers
+    stay the same. With no more choices than experts (a decode step), `gather` is replaced by
     `dropless`, which does not read the other experts' matrices; and `dropless` on a mesh that
-    splits the experts sends rows (`ragged_all_to_all`), on GPUs gathers tokens
-    (`gathered_dispatch`), or computes slices (`sliced`) where the devices have the same tokens.
+    splits the experts sends rows (`ragged_all_to_all`), gathers tokens on GPUs
+    (`gathered_dispatch`), or computes slices (`sliced`) if the devices have the same tokens.
     Switch attention runs `gather` or `einsum` as configured: its experts have no `run_rows`
     (`moe/attention.py`).
 
@@ -75,10 +75,10 @@ def choose_dispatcher(switch, plan: RoutingPlan, *, is_training: bool) -> Dispat
 
 
 def suited_dispatcher(config, mesh, rules: Rules) -> str:
-    """What `dispatcher="auto"` is on a mesh: `dropless` where nothing is dropped, or `gather`.
+    """The dispatcher for `auto` on a mesh: `dropless` if nothing is dropped, or `gather`.
 
-    `dropless` has no empty slots, where `gather` has E for each token. It needs all experts on
-    every device, and its products have no float64.
+    `dropless` has no empty slots, whereas `gather` has E for each token. It needs all experts
+    on every device, and its products do not support float64.
 
     Args:
         config: a sparse `ModelConfig`.
@@ -103,7 +103,7 @@ def refusal(
 
     Args:
         mesh: a mesh, or an `AbstractMesh` of the same axes.
-        num_groups, tokens_per_group: G and T; None where they are to be thought to fit.
+        num_groups, tokens_per_group: G and T; None assumes that they fit.
     """
     if DISPATCHERS[name].is_automatic:
         return None

@@ -2,13 +2,13 @@
 """Dispatch by rows sorted by expert: each device runs the experts that it has on their rows.
 
 `dropless`: Gale et al. 2022, MegaBlocks (arXiv:2211.15841), section 4. No slot is empty, and 4
-tokens do not cost E of them. Nothing is dropped where the plan drops nothing (a capacity of all
+tokens do not take E slots. Nothing is dropped if the plan drops nothing (a capacity of all
 tokens); what the plan drops is dropped here too.
 `sliced`: Chen et al. 2023 (Pipeline MoE, arXiv:2304.11414), section 3.3, Algorithm 1: experts
 inside of the tensor-parallel group. Every device of the group has the same tokens; it selects
-those of its experts by index, and one all-reduce adds up what the devices found, as after a
-tensor-parallel dense FFN. Algorithm 1 as printed never applies the gate, and its router would
-learn nothing: ours does.
+those of its experts by index, and one all-reduce sums the devices' results, as after a
+tensor-parallel dense FFN. Algorithm 1 as printed never applies the gate, so its router would
+learn nothing; ours applies it.
 Dims: G groups, T tokens of a group, S choices of a token, E experts, D model, R rows, X
 choices in any order, P devices of the group
 """
@@ -30,7 +30,7 @@ from switchx.partitioning.placement import Placement
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ExpertRows:
-    """Which choice is in which row.
+    """The assignment of choices to rows.
 
     Attributes:
         choice_R: the choice in each row; the number of choices in a row that has none.
@@ -52,15 +52,15 @@ def sliced_dispatch(
     buffer_factor: float | None = None,
     split_tokens: bool = False,
 ):
-    """Each device's experts on their tokens; one all-reduce forward and one backward.
+    """Runs each device's experts on their tokens; one all-reduce forward and one backward.
 
-    Where all experts are on every device, nothing is sent: the dropless dispatcher.
+    If all experts are on every device, nothing is sent: this is the dropless dispatcher.
 
     Args:
         buffer_factor: see `buffered_choices`; None has room for all choices on each device.
-        split_tokens: T is split over the group outside of this layer. An all-gather and a
-            reduce-scatter forward, and the same backward: the bytes of the two all-reduces,
-            but the rest of the model holds a part of the tokens.
+        split_tokens: whether T is split over the group outside of this layer. It takes an
+            all-gather and a reduce-scatter forward, and the same backward: the bytes of the
+            two all-reduces, but the rest of the model holds only a part of the tokens.
     """
     local = functools.partial(_local, buffer_factor=buffer_factor)
     return run_on_devices(local, x_GTD, plan, experts, split_tokens=split_tokens)
@@ -94,7 +94,7 @@ def buffered_choices(num_choices: int, num_parts: int, buffer_factor: float | No
 def overflows(plan: RoutingPlan, num_parts: int, buffer_factor: float | None):
     """Whether each of `num_parts` devices has more choices than it has room for, `[P]`.
 
-    Nothing is lost where it has: that device computes the layer again with room for all.
+    Nothing is lost then: that device computes the layer again with room for all.
 
     Args:
         plan: plan of the groups that one set of `num_parts` devices shares.
@@ -128,8 +128,8 @@ def _local(x_GTD, plan: RoutingPlan, experts: ExpertBank, placement: Placement, 
 
     if room == num_choices:
         return run(num_choices, x_GTD, plan.gate_GTS, experts)
-    # Only the operands are kept for the backward pass, which runs the layer again: else the
-    # buffer of the larger room would be kept, and saving it is what the smaller one is for.
+    # Only the operands are kept for the backward pass, which runs the layer again: otherwise
+    # the larger buffer would be kept, which the smaller one is there to avoid.
     small, large = (
         jax.checkpoint(functools.partial(run, rows)) for rows in (room, num_choices)
     )
@@ -154,12 +154,11 @@ def run_choices(x_GTD, gate_GTS, rows: ExpertRows, experts: ExpertBank):
 
 
 def sort_into_rows(expert_X, num_experts: int, *, rows: int) -> ExpertRows:
-    """Sorts choices by expert, in their order within one.
+    """Sorts choices by expert, keeping their order within each.
 
     Args:
         expert_X: int32; `num_experts` for a choice that takes part in nothing.
-        rows: R, at most as many as there are choices; those that it has no room for are
-            left out.
+        rows: R, at most as many as there are choices; choices that do not fit are left out.
     """
     expert_E = jnp.arange(num_experts, dtype=jnp.int32)
     used_E = jnp.sum(expert_X[:, None] == expert_E[None], axis=0, dtype=jnp.int32)

@@ -3,9 +3,9 @@
 
 Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 4.1, where heavily loaded experts get
 further devices; DeepSeek-V3 (arXiv:2412.19437), section 3.4, for redundant experts. A bank of R
-slots is gathered from the E experts by a table that says whose copy each slot is. It is data: a
-new table needs no new program. Where the gather is differentiated, the gradients of an expert's
-copies are added up. `copy_placement.py` makes the tables.
+slots is gathered from the E experts by a table that says whose copy each slot is. The table is
+data: a new one needs no new program. Where the gather is differentiated, the gradients of an
+expert's copies are added up. `copy_placement.py` makes the tables.
 Dims: G groups, T tokens of a group, S choices of a token, Q slots of a group's queues,
 E experts, R slots for experts, D model, F ffn, N layers, P devices that the experts are split
 over, X any
@@ -35,10 +35,10 @@ from switchx.partitioning.placement import Placement
 
 
 def with_copies(dispatch: Dispatcher, expert_of_slot_R) -> Dispatcher:
-    """A dispatcher that runs R slots in the place of E experts: the same numbers.
+    """A dispatcher that runs R slots in place of E experts, with the same numbers.
 
-    The choices that got a slot of an expert's queue go to its copies by turns, so copies of
-    one expert differ by one choice of a group at most.
+    The choices that got a slot in an expert's queue go to its copies in turn, so copies of
+    one expert differ by at most one choice of a group.
 
     Args:
         dispatch: any dispatcher.
@@ -71,7 +71,7 @@ def local_slots(expert_of_slot_R) -> Dispatcher:
         count = len(expert_of_slot_R) // placement.size(placement.experts)
         begin = jax.lax.axis_index(placement.experts) * count if placement.experts else 0
         own_R = jax.lax.dynamic_slice_in_dim(expert_of_slot_R, begin, count)
-        # A slot of each expert that this device has; `count`, past the last, of all others.
+        # A slot of each expert that this device has; `count`, past the last, for all others.
         slot_E = jnp.full(plan.num_experts + 1, count).at[own_R].set(jnp.arange(count))
         own = dataclasses.replace(
             plan,
@@ -87,7 +87,7 @@ def local_slots(expert_of_slot_R) -> Dispatcher:
 
 
 def plan_over_slots(plan: RoutingPlan, expert_of_slot_R) -> RoutingPlan:
-    """The plan with slots in the place of experts; choices, gates and drops stay the same."""
+    """The plan with slots in place of experts; choices, gates and drops stay the same."""
     E, R = plan.num_experts, len(expert_of_slot_R)
     copies_E = jnp.sum(expert_of_slot_R[:, None] == jnp.arange(E)[None], axis=0)
     first_E = jnp.cumsum(copies_E) - copies_E
@@ -111,7 +111,7 @@ def gather_bank(experts: ExpertBank, expert_of_slot_R, num_experts: int) -> Expe
     """The bank of R slots, each with the weights of its expert.
 
     On a mesh that splits the experts, weights travel to their slots' devices in one ragged
-    all-to-all an array, and their gradients back: a device receives its R / P slots.
+    all-to-all per array, and their gradients back: a device receives its R / P slots.
 
     Raises:
         ValueError: R does not divide over the devices of the experts.
@@ -150,7 +150,7 @@ def _has_experts(leaf) -> bool:
 
 
 def _to_slots(w_EX, expert_of_slot_R, axes):
-    """One device's experts to all devices' slots, `[E / P, ...]` -> `[R / P, ...]`."""
+    """Sends one device's experts to all devices' slots, `[E / P, ...]` -> `[R / P, ...]`."""
     devices, here = jax.lax.axis_size(axes), jax.lax.axis_index(axes)
     E, R = len(w_EX), len(expert_of_slot_R)
     slots = R // devices

@@ -2,8 +2,8 @@
 """The experts of a Switch layer: E feed-forward networks, each on its own rows.
 
 `Experts` owns the parameters; `ExpertFFN` is the same as a pytree of weights, the expert bank
-that dispatchers run and meshes split. `AbsentExperts` stands in the place of weights that are
-no arguments of a program.
+that dispatchers run and meshes split. `AbsentExperts` takes the place of weights that are not
+arguments of a program.
 Dims: E experts, R rows, D model, F ffn; X any of D and F
 """
 
@@ -39,7 +39,7 @@ WEIGHTS = ("w_in_EDF", "w_out_EFD", "w_gate_EDF", "b_in_EF", "b_out_ED")
 # The activation of a gated linear unit, as kernels name it.
 GATED = {"geglu": "gelu", "geglu_exact": "gelu_exact", "swiglu": "silu"}
 
-# The product of experts with blocks of rows; compiled programs name it so, and its gradients.
+# The product of experts with blocks of rows; compiled programs name it and its gradients so.
 BLOCKS = "ERD,EDF->ERF"
 
 absent_rows_p = Primitive("absent_expert_rows")
@@ -64,7 +64,7 @@ class AbsentExperts:
     layer: int = dataclasses.field(metadata={"static": True})
 
     def run_rows(self, x_RD, count_E, gate_R=None):
-        """Rows sorted by expert, each through its expert, times its gate."""
+        """Runs rows sorted by expert, each through its expert, times its gate."""
         y_RD = absent_rows_p.bind(x_RD, count_E, layer=self.layer)
         return y_RD if gate_R is None else gated(y_RD, gate_R)
 
@@ -156,11 +156,11 @@ class ExpertFFN:
         return cls(*weights, key=key, activation=config.activation, dropout_rate=rate)
 
     def __call__(self, x_ERD):
-        """Every expert on its own block of R rows, `[E, R, D]`."""
+        """Runs every expert on its own block of R rows, `[E, R, D]`."""
         return self._run(x_ERD, blocks_product)
 
     def run_rows(self, x_RD, count_E, gate_R=None):
-        """Rows sorted by expert, each through its expert, times its gate.
+        """Runs rows sorted by expert, each through its expert, times its gate.
 
         Biases, activation, gating and gates are the epilogues of two products
         (`pallas_kernels`), on every platform; only dropout stands between them.
@@ -169,7 +169,7 @@ class ExpertFFN:
         return self._run(x_RD, product, **({} if gate_R is None else {"gate_R": gate_R}))
 
     def on_device(self, index, is_first_part) -> "ExpertFFN":
-        """The experts of device `index`: dropout of its own, `b_out_ED` added by one part."""
+        """The experts of device `index`, with its own dropout; one part adds `b_out_ED`."""
 
         def own(leaf):
             is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
@@ -197,7 +197,7 @@ class ExpertFFN:
 def blocks_product(x_ERD, w: Weight, *, w_gate=None, bias_EF=None, activation=None):
     """`act(x_ERD w_EDF + bias) (x_ERD w_gate)` for each expert, in the dtype of x.
 
-    Einsums, which the compiler splits over a mesh and fuses with what follows them.
+    It consists of einsums, which the compiler splits over a mesh and fuses with what follows.
     """
     if isinstance(w, QTensor | SeparateMatrices):
         E, R, D = x_ERD.shape
@@ -220,7 +220,7 @@ def blocks_product(x_ERD, w: Weight, *, w_gate=None, bias_EF=None, activation=No
 def rows_product(
     x_RD, w: Weight, *, count_E, w_gate=None, bias_EF=None, activation=None, gate_R=None
 ):
-    """`gate_r act(x_r w_e + bias_e) (x_r w_gate_e)` for rows sorted by expert, as x's dtype."""
+    """`gate_r act(x_r w_e + bias_e) (x_r w_gate_e)` for rows sorted by expert, in x's dtype."""
     epilogue = {
         "bias_EF": bias_EF,
         "activation": GATED.get(activation, activation),
@@ -240,7 +240,7 @@ def rows_product(
 
 
 def _adapted_product(x_RD, w: AdaptedWeight, count_E):
-    """`x_r W_e + s (x_r A_e) B_e` of rows sorted by expert, summed in float32."""
+    """`x_r W_e + s (x_r A_e) B_e` for rows sorted by expert, summed in float32."""
     is_quantized = isinstance(w.base, QTensor)
     multiply = _quantized_product if is_quantized else _product
     seen_RD = dropout(x_RD, w.dropout_rate, key=w.key)

@@ -49,11 +49,11 @@ class RoutedTokens:
         x_GTD: the layer's input.
         is_token_GT: true for the tokens that are routed.
         logits_GTE, score_GTE: the router's logits and their scores, in `Precision.router`.
-        biased_GTE: scores by which the tokens chose, with bias and noise.
+        biased_GTE: scores by which the tokens chose their experts, with bias and noise.
         plan: expert, gate and slot of each choice.
-        segment_BL: sequence of each token, 0 of padding; None where no loss is by sequence.
-        margin_EW, margin_E: sums for a bias by quantiles (`moe/quantile_balance.py`); None
-            without one, and where nothing is trained.
+        segment_BL: sequence of each token, 0 for padding; None where no loss is per sequence.
+        margin_EW, margin_E: sums for a bias from quantiles (`moe/quantile_balance.py`); None
+            without one, and outside of training.
     """
 
     x_GTD: jax.Array
@@ -72,8 +72,8 @@ class RoutedLayer(nnx.Module):
 
     Parameters: `w_router_DE`, unless a hash routes; `b_router_E` where the logits have a bias;
     `router_log_count_E` where experts were merged; `router_bias_E` in float32 where a bias
-    balances the load; `router_load_E`, of the step before, where the balance loss compares with
-    it. The last two get no gradient; `training/router_bias.py` updates them.
+    balances the load; `router_load_E`, the load of the previous step, where the balance loss
+    compares with it. The last two get no gradient; `training/router_bias.py` updates them.
     """
 
     def __init__(self, config, *, key):
@@ -112,12 +112,12 @@ class RoutedLayer(nnx.Module):
 
         Args:
             is_token_BL: false for padding.
-            token_BL: ids of the tokens; only a hash router reads them, others take None.
+            token_BL: ids of the tokens; only a hash router reads them, others accept None.
             task_B: task of each row; only a router by task reads it.
             replay_BLS: experts given in place of the router's choices; None gives none.
-            segment_BL: sequence of each token in its row, 0 of padding, where the balance loss
-                is by sequence; None, each row is one.
-            key: random key of exploration, used in training alone.
+            segment_BL: sequence of each token in its row, 0 for padding, where the balance loss
+                is per sequence; with None, each row is one sequence.
+            key: random key for exploration, used only in training.
         """
         switch, router = self.config.switch, self.config.switch.router
         B, L = is_token_BL.shape
@@ -127,7 +127,7 @@ class RoutedLayer(nnx.Module):
         shared = shared_axes(switch.dispatcher, G)
         x_GTD = into_groups(x_BLD, G, T)
         is_token_GT = into_groups(is_token_BL, G, T)
-        if not self.dispatches_rows(G):  # whose tokens stay where their rows are
+        if not self.dispatches_rows(G):  # otherwise tokens stay where their rows are
             x_GTD = constrain_groups(x_GTD, "GTD", shared)
             is_token_GT = constrain_groups(is_token_GT, "GT", shared)
         key = key if is_training else None
@@ -202,7 +202,7 @@ class RoutedLayer(nnx.Module):
         """The routing statistics, with the choices as `[batch, length, S]`."""
         switch, bias_E = self.config.switch, self.selection_bias_E
         logits_GTE = routed.logits_GTE
-        if switch.router.counts_merged:  # of the softmax that routes
+        if switch.router.counts_merged:  # the logits of the softmax that routes
             logits_GTE += along_last(self.router_log_count_E[...], logits_GTE)
         stats = measure_routing(
             logits_GTE,
@@ -231,8 +231,8 @@ class RoutedLayer(nnx.Module):
 class SwitchFFN(RoutedLayer):
     """A sparse FFN: `y_BLD, stats = switch_ffn(x_BLD, is_token_BL, is_training=...)`.
 
-    With `shared_d_ff` the output of a dense FFN of that size is added for every token, dropped
-    tokens included; with `shared_gate` times sigmoid(x g), in the router's dtype.
+    With `shared_d_ff`, the output of a dense FFN of that size is added for every token, dropped
+    ones included; `shared_gate` multiplies it by sigmoid(x g), in the router's dtype.
     """
 
     def __init__(self, config, *, key):
@@ -264,7 +264,7 @@ class SwitchFFN(RoutedLayer):
             token_BL: ids of the tokens, for a hash router.
             task_B: task of each row, for a router by task.
             replay_BLS: experts given in place of the router's choices (`moe/replay.py`).
-            segment_BL: sequence of each token in its row; None, each row is one.
+            segment_BL: sequence of each token in its row; with None, each row is one sequence.
         """
         switch = self.config.switch
         B, L, _ = x_BLD.shape

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How evenly experts are loaded, and how many choices the most even of routers would drop.
+"""How evenly experts are loaded, and how many choices the most even router would drop.
 
 A load is the number of choices that ask for each expert before capacity, or a share of them.
-Functions of NumPy arrays alone: of what training logs, and of what a run has recorded. Where
-experts are divided among tasks, the rows of tasks are no router's doing: each task's experts
-are looked at alone, and a task without choices counts nothing.
+All functions take only NumPy arrays: what training logs, or what a run has recorded. If
+experts are divided among tasks, the router does not decide the tasks' rows: each task's experts
+are considered separately, and a task without choices does not count.
 Dims: T tokens of a group, S choices of a token, E experts, C slots of an expert, U tasks,
 W experts of a task
 """
@@ -40,19 +40,19 @@ def dead_experts(load: np.ndarray, num_tasks: int = 1) -> np.ndarray:
 def max_violation(load: np.ndarray, num_tasks: int = 1) -> np.ndarray:
     """MaxVio of loads `[..., E]`, `(max_e n_e - mean n) / mean n`: 0 when even, at most W - 1.
 
-    Wang et al. 2024 (arXiv:2408.15664), eq. 4: of a training batch it is MaxVio_batch, of the
-    whole validation set MaxVio_global. A layer without any choice has 0. Of several tasks it is
-    the largest.
+    Wang et al. 2024 (arXiv:2408.15664), eq. 4: for a training batch it is MaxVio_batch, for the
+    whole validation set MaxVio_global. A layer without any choice has 0. With several tasks it
+    is the largest.
     """
     return np.maximum(even_shares(load, num_tasks).max(axis=-1) - 1, 0.0)
 
 
 def load_entropy(load: np.ndarray, num_tasks: int = 1) -> np.ndarray:
-    """The entropy of loads `[..., E]`, in nats; its exponential times U is the effective
-    experts. Of several tasks it is the mean over choices.
+    """The entropy of loads `[..., E]`, in nats; its exponential times U is the effective number
+    of experts. With several tasks it is the mean over choices.
 
-    It is ln W when even and 0 where one expert has all. One hot expert among many hardly moves
-    it: it takes no place of `max_violation`.
+    It is ln W when even and 0 if one expert has all. One hot expert among many hardly moves
+    it: it does not replace `max_violation`.
     """
     share = load / np.maximum(np.sum(load, axis=-1, keepdims=True), 1e-12)
     share_U = by_task(share, num_tasks).sum(axis=-1)
@@ -61,16 +61,16 @@ def load_entropy(load: np.ndarray, num_tasks: int = 1) -> np.ndarray:
 
 
 def expected_drops(tokens, num_selected: int, num_experts: int, capacity: int) -> np.ndarray:
-    """Choices of a group that a balanced router drops, which chooses for each token by itself.
+    """Choices of a group dropped by a balanced router that chooses for each token by itself.
 
-    The least that a balance loss can reach; only larger groups or more slots lower it. Each
-    token chooses S of E experts, all sets alike, so the choices of an expert are
-    Binomial(T, p), p = S / E, and of these it drops those beyond its slots:
+    This is the least that a balance loss can reach; only larger groups or more slots lower it.
+    Each token chooses S of E experts, all sets equally likely, so the choices of an expert are
+    Binomial(T, p), p = S / E, and it drops those beyond its slots:
 
         E sum_{n > C} (n - C) P(n) = E (T p P(Bin(T - 1, p) >= C) - C P(Bin(T, p) > C))
 
-    Where E is large against S, the law is Poisson's of l = T p: with C = l the share of all
-    choices is then nearly 1 / sqrt(2 pi l), 5.0% for l = 64 and 1.2% for 1,024.
+    If E is much larger than S, the law is Poisson's with mean l = T p: with C = l, the share of
+    all choices is then nearly 1 / sqrt(2 pi l), 5.0% for l = 64 and 1.2% for 1,024.
 
     Args:
         tokens: numbers of tokens T, an array of any shape.

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantile balancing: a selection bias that is computed, by which experts get even loads.
+"""Quantile balancing: a selection bias that is computed so that experts get even loads.
 
-Su 2025 (kexue.fm 11619). With S choices a token, an expert is chosen where its score s_te
+Su 2025 (kexue.fm 11619). With S choices per token, an expert is chosen where its score s_te
 exceeds alpha_t - b_e, alpha_t being the (S+1)-th largest biased score. So an expert gets its
 even share of the tokens where b_e is the S/E quantile of the margins r_te = alpha_t - s_te.
 A training step estimates it, with the bias that it chose by, for the next step:
 
 `quantile` (Kimi K3 report, section 2.3.3, eq. 13-14; Megatron-LM pull request 6637): s are
 scores from 0 to 1, and the quantile is that of the whole batch, by a histogram of `BINS` bins
-an expert. Counts add up over microbatches and devices, quantiles do not.
+per expert. Counts add up over microbatches and devices; quantiles do not.
 
 `quantile_logits` (Megatron-LM pull request 5349; marin's grug): s are the router's logits. The
 quantile of each routing group is exact, and the bias is the mean over groups, weighted by their
@@ -45,7 +45,7 @@ def margin_counts(score_GTE, bias_E, is_token_GT, num_selected: int):
 
 
 def bias_of_counts(margin_NEW, bias_NE, num_selected: int):
-    """The bias `quantile` of a batch: linear within a bin; the old one where nothing counted.
+    """The `quantile` bias of a batch, linear within a bin; the old one if nothing was counted.
 
     Args:
         margin_NEW: `margin_counts`, summed over the batch.
@@ -67,7 +67,7 @@ def bias_of_counts(margin_NEW, bias_NE, num_selected: int):
 def margin_quantiles(logits_GTE, bias_E, is_token_GT, num_selected: int):
     """The sum over tokens of their group's exact quantiles, float32 `[E]`.
 
-    Of n tokens, the (q+1)-th smallest margin of each expert, q = floor(n S / E).
+    For n tokens, it is the (q+1)-th smallest margin of each expert, q = floor(n S / E).
     """
     T, E = logits_GTE.shape[1:]
     margin_GTE = _margins(logits_GTE, bias_E, num_selected)
@@ -80,7 +80,7 @@ def margin_quantiles(logits_GTE, bias_E, is_token_GT, num_selected: int):
 
 
 def bias_of_quantiles(margin_NE, tokens_N, bias_NE):
-    """The bias `quantile_logits` of a batch; the old one where no tokens were routed."""
+    """The `quantile_logits` bias of a batch; the old one if no tokens were routed."""
     tokens_N1 = jnp.asarray(tokens_N)[..., None]
     mean_NE = _centered(margin_NE / jnp.maximum(tokens_N1, 1))
     return jnp.where(tokens_N1 > 0, mean_NE, bias_NE)

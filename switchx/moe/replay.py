@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routing replay: a batch says which experts its tokens go to, in place of the routers.
 
-Ma et al. 2025 (Rollout Routing Replay, arXiv:2510.11370): what was chosen while text was
-written is a constant in training, and the gates stay the router's, with their gradient. The
+Ma et al. 2025 (Rollout Routing Replay, arXiv:2510.11370): the choices made while text was
+generated are constants in training, and gates stay the router's, with their gradient. The
 choices are features of a batch, `encoder_replay` and `decoder_replay`, int16 or int32
-`[B, L, N, S]`, for the stacks that have Switch layers: N of them, in their order. They lie in
-the rows of the batch as its tokens do, with padding and packed examples, so they are cut and
-sharded as these are. A value is the number of an expert, before it has copies, or `UNSET`.
+`[B, L, N, S]`, for the stacks that have Switch layers: N of them, in order. They are laid out
+in the rows of the batch like its tokens, with padding and packed examples, so they are cut and
+sharded like these. A value is the number of an expert, before it has copies, or `UNSET`.
 Dims: B batch, L length, N Switch layers of a stack, S choices of a token, E experts, R rows of
 a record, K choices that it has
 """
@@ -85,7 +85,7 @@ def choices_of_rows(
         num_selected: S, the number of ranks that are taken.
 
     Raises:
-        ValueError: a row was not recorded, or twice, or with fewer choices.
+        ValueError: a row was not recorded, or recorded twice or with fewer choices.
     """
     expert_NRLK = np.asarray(expert_NRLK)
     rows = [int(row) for row in row_B]

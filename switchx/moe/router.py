@@ -39,10 +39,10 @@ def router_scores(score: str, logits_GTE):
 
 
 def normalized_scores(score: str, score_GTE, *, counts_merged: bool = False):
-    """Scores over their sum: the probabilities that balance losses and statistics are of.
+    """Scores over their sum: the probabilities that balance losses and statistics use.
 
-    Those of a softmax sum to one, but where merged experts count several times, or copies in
-    parts: there a common change of all counts would change the sum alone.
+    Those of a softmax sum to one, except where merged experts count several times, or copies in
+    part: there, a common change of all counts would change only the sum.
     """
     if score == "softmax" and not counts_merged:
         return score_GTE
@@ -53,7 +53,7 @@ def normalized_scores(score: str, score_GTE, *, counts_merged: bool = False):
 def explored_inputs(router, x_GTD, *, key: jax.Array | None):
     """The router's inputs with the noise that a `RouterConfig` asks for.
 
-    Only the router sees the noise, the experts do not. A key of None (evaluation) adds none.
+    Only the router sees the noise; the experts do not. A key of None (evaluation) adds none.
     """
     if router.exploration == "jitter" and key is not None and router.jitter:
         low, high = 1.0 - router.jitter, 1.0 + router.jitter

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The routing plan, and who goes where in it, by the policies of a `RouterConfig`.
+"""The routing plan, and how it assigns tokens by the policies of a `RouterConfig`.
 
 Fedus et al. 2021 (arXiv:2101.03961), section 2.1 eq. 2; Lepikhin et al. 2020
 (arXiv:2006.16668), algorithm 1, for k = 2; Zhou et al. 2022 (arXiv:2202.09368), section 3.2,
@@ -19,8 +19,8 @@ from switchx.layers.dense import along_last
 from switchx.moe.capacity import assign_slots, out_of_groups, reroute
 from switchx.moe.router import NEVER, normalized_scores, sampling_scores
 
-# The name of arrays that every remat policy keeps (`models/stack.py`): were they computed again
-# in the backward pass, a near tie might be decided in another way there.
+# The name of arrays that every remat policy keeps (`models/stack.py`): if they were recomputed
+# in the backward pass, a near tie might be decided differently there.
 DECISION = "routing_decision"
 
 
@@ -112,7 +112,7 @@ def make_plan(
             (arXiv:2408.15664, eq. 3).
         given_GTS: experts to go to, in place of the chosen ones; -1 leaves the choice to the
             router (`moe/replay.py`). Gates are the scores of the experts given. The
-            balance loss counts what the router chooses.
+            balance loss counts the router's own choices.
         assign: function that places choices in the experts' queues: `assign_slots`, or its
             equivalent for groups that several devices share.
         key: random key of `exploration="sample"`; None (evaluation) takes the most probable
@@ -159,7 +159,7 @@ def make_plan(
         expert_GTS=expert_GTS,
         gate_GTS=gate_GTS if router.gate_scale == 1 else router.gate_scale * gate_GTS,
         slot_GTS=decided(slot_GTS),
-        # First choices alone: rerouted tokens are no demand for an expert.
+        # First choices only: rerouted tokens are no demand for an expert.
         count_GE=count_choices(asked_GTS[..., :1] if is_rerouted else asked_GTS, E),
         num_experts=E,
         capacity=capacity,
@@ -169,7 +169,7 @@ def make_plan(
 
 
 def decided(index):
-    """The array, which the backward pass does not compute again."""
+    """Marks an array that the backward pass does not recompute."""
     return checkpoint_name(index, DECISION)
 
 
@@ -177,7 +177,7 @@ def choice_scores(router, logits_GTE, score_GTE, *, bias_E=None, key=None):
     """The scores by which tokens choose experts; arguments are those of `make_plan`.
 
     A bias is added in float32, whatever the router's dtype: in bfloat16, biases that differ
-    would be equal. Experts that a token may not have get -inf.
+    would become equal. Experts that a token may not have get -inf.
     """
     if router.exploration == "sample" and key is not None:
         score_GTE = sampling_scores(logits_GTE, router.temperature, key=key)
@@ -195,13 +195,13 @@ def best_expert_groups(score_GTE, num_expert_groups: int, per_token: int):
     """The scores, -inf outside of each token's best groups of experts, the first of equal ones.
 
     DeepSeek-V3 (arXiv:2412.19437), section 2.1.2: a group counts as the sum of its two best
-    scores. Not 0 but -inf: a biased score may be negative.
+    scores. The mask is -inf and not 0, since a biased score may be negative.
     """
     if per_token == num_expert_groups:
         return score_GTE
     groups = score_GTE.reshape(*score_GTE.shape[:-1], num_expert_groups, -1)
     two_best, _ = jax.lax.top_k(groups, 2)
-    # An expert that is masked adds nothing to its group, whose others stay.
+    # A masked expert adds nothing to its group, whose other experts stay.
     two_best = jnp.where(two_best <= NEVER / 2, 0.0, two_best)
     _, best = jax.lax.top_k(jnp.sum(two_best, axis=-1), per_token)
     is_best = jnp.any(jax.nn.one_hot(best, num_expert_groups, dtype=jnp.bool_), axis=-2)
@@ -239,7 +239,7 @@ def rank_experts(logits_GTE, score_GTE, bias_E, switch):
     Returns:
         rank_GTR: int32 experts, the best first, as many as `num_ranks` says.
         prob_GTR: their probabilities (`normalized_scores`); with `gate="score"` their scores.
-        margin_GT: score of the last choice over that of the next expert; 0 without a next one.
+        margin_GT: score of the last choice minus that of the next expert; 0 without a next one.
     """
     biased_GTE = choice_scores(switch.router, logits_GTE, score_GTE, bias_E=bias_E)
     rank_GTR = choose_experts(biased_GTE, switch.num_ranks)
@@ -251,9 +251,9 @@ def rank_experts(logits_GTE, score_GTE, bias_E, switch):
 
 
 def choice_margin(score_GTE, chosen_GTS):
-    """Each token's score of its last choice less the next best one; 0 where it chooses all.
+    """Each token's score of its last choice minus the next best one; 0 if it chooses all.
 
-    A change of the scores by less than half of it moves no choice.
+    A change of the scores by less than half of it changes no choice.
     """
     score_GTE, E = jax.lax.stop_gradient(score_GTE), score_GTE.shape[-1]
     if chosen_GTS.shape[-1] == E:
@@ -296,7 +296,7 @@ def count_choices(expert_GTS, num_experts: int):
 def by_gate(gate_GT, place):
     """Runs `place` on tokens in the order of their gates, the largest first.
 
-    A token's slot then depends on all tokens of its group, later ones among them.
+    A token's slot then depends on all tokens of its group, including later ones.
 
     Args:
         gate_GT: gate of each token's first choice; ties keep the order of the tokens.
@@ -306,7 +306,7 @@ def by_gate(gate_GT, place):
         `expert_GTS` -> what `place` returns, in the old order of tokens.
     """
     order_GT = stable_argsort(-jax.lax.stop_gradient(gate_GT))
-    # Where each token went: the inverse of a permutation is the order of it.
+    # Where each token went: the inverse of a permutation is its argsort.
     inverse_GT = stable_argsort(order_GT)
 
     def reordered(expert_GTS):
@@ -324,9 +324,9 @@ def _take(array, index_GT):
 def route_by_experts(prob_GTE, is_token_GT, capacity: int) -> RoutingPlan:
     """Each expert's `capacity` tokens of the highest probability, gated by it.
 
-    The plan has a choice for every expert: choice s of a token is expert s where that took
-    the token. A token that none took asks for its most probable expert and is dropped, so
-    that the plan and the metrics know of it.
+    The plan has a choice for every expert: choice s of a token is expert s if that took the
+    token. A token that none took asks for its most probable expert and is dropped, so that
+    the plan and the metrics know of it.
 
     Args:
         prob_GTE: the softmax over experts, as in the paper.

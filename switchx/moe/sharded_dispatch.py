@@ -36,7 +36,7 @@ def run_on_devices(
     split_tokens: bool = False,
     shared: MeshAxes = (),
 ):
-    """`local(x_GTD, plan, experts, placement)` on every device, its outputs summed up.
+    """Runs `local(x_GTD, plan, experts, placement)` on every device and sums its outputs.
 
     Each device sees whole groups of tokens (or its part of one) and whole tokens, their plan,
     and its experts with all of D; what it returns is its term of these tokens' outputs. Terms
@@ -55,7 +55,7 @@ def run_on_devices(
     batch, summed = placement.batch, placement.summed
     plan_tokens = token_spec(batch, shared)
     tokens = PartitionSpec(batch, summed) if split_tokens else plan_tokens
-    # Counts of a group have no tokens, and all who share the group have them.
+    # Counts of a group have no token dimension; all devices that share the group have them.
     groups = jax.tree.map(
         lambda leaf: plan_tokens if leaf.ndim == 3 else PartitionSpec(plan_tokens[0]), plan
     )
@@ -64,7 +64,7 @@ def run_on_devices(
         return jax.tree.map(lambda leaf: vary(leaf, placement.varying), values)
 
     def on_device(x_GTD, plan, experts):
-        # Typed first and gathered then: backward, slices are summed over replicas.
+        # Typed first, then gathered: backward, slices are summed over replicas.
         experts = _whole_d(varied(experts), placement.gathered)
         index = jax.lax.axis_index(placement.varying)
         part = jax.lax.axis_index(placement.parts) if placement.parts else 0
@@ -99,11 +99,11 @@ def run_exchanged(
     exchange: Callable[[jax.Array], jax.Array],
     exchange_parts: int = 1,
 ):
-    """Each device's rows to the experts of P devices, through them and back.
+    """Sends each device's rows to the experts of P devices, through them and back.
 
     Args:
         exchange: `[P, E, R, D]` by destination -> the same by source.
-        exchange_parts: parts of the R rows, each with exchanges of its own: what a compiler
+        exchange_parts: parts of the R rows, each with exchanges of its own, which a compiler
             needs to send one while another is computed. No row depends on another, so only
             the experts' gradients are summed in another order.
     """
@@ -114,7 +114,7 @@ def run_exchanged(
     def run(part: int):
         x = exchange(x_PERD[:, :, cuts[part] : cuts[part + 1]])
         rows = x.shape[2]
-        # Random numbers of a part's own, as on a device; what is added once, it adds.
+        # A part has its own random numbers, as a device does, and adds what is added once.
         bank = experts if parts == 1 else experts.on_device(part, is_first_part=True)
         # Rows of one expert lie together, those of device 0 first.
         y = bank(x.swapaxes(0, 1).reshape(E, P * rows, D))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups of tokens that several devices share: slots counted across them, and their dispatch.
 
-Capacity is a whole number of slots of every expert, so a group should have many tokens an
+Capacity is a whole number of slots for every expert, so a group should have many tokens per
 expert: 512 tokens a core over 2048 experts leave three slots of four empty. Fedus et al. 2021
 (arXiv:2101.03961), section 2.2; Mesh-TensorFlow's groups end where a core's tokens do.
 
@@ -56,8 +56,8 @@ def constrain_groups(x_GT, dims: str, shared: MeshAxes):
 def assign_shared_slots(expert_GTS, num_experts: int, shared: MeshAxes):
     """The slots that `assign_slots` gives, computed by each device for its own tokens.
 
-    A queue is of the whole group: one all-gather of P S E numbers gives each device's choices
-    of each expert, and a device continues the count of the devices before it.
+    A queue belongs to the whole group: one all-gather of P S E numbers gives each device's
+    choices of each expert, and a device continues the count of the devices before it.
 
     Args:
         expert_GTS: chosen experts, one group for each set of devices along `shared`.
@@ -72,7 +72,7 @@ def assign_shared_slots(expert_GTS, num_experts: int, shared: MeshAxes):
         count_PSE = jax.lax.all_gather(count_SE, shared)
         is_before_P = jnp.arange(count_PSE.shape[0]) < jax.lax.axis_index(shared)
         before_SE = jnp.sum(jnp.where(is_before_P[:, None, None], count_PSE, 0), axis=0)
-        # The first choices of all devices stand before any second one.
+        # The first choices of all devices come before any second one.
         total_SE = jnp.sum(count_PSE, axis=0)
         first_SE = jnp.cumsum(total_SE, axis=0) - total_SE + before_SE
         place_TSE = jnp.cumsum(is_expert_TSE, axis=0) - 1 + first_SE[None]

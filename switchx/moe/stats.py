@@ -33,7 +33,7 @@ class Choices:
         dropped_BLS: int8, 1 where a choice asked for a slot and got none: stages add it up.
         rank_BLR: experts of the highest scores, the highest first, R of `num_ranks`.
         prob_BLR: router probabilities of these; with `gate="score"` their scores.
-        margin_BL: score of the last choice over the next expert's; 0 without a next one.
+        margin_BL: score of the last choice minus the next expert's; 0 without a next one.
     """
 
     expert_BLS: jax.Array
@@ -54,7 +54,7 @@ class RoutingStats:
         groups: number of groups of the balance loss that have a real token; 1 where the whole
             batch is one.
         balance: sum over groups of `E sum_e f_e P_e`, with its gradient. By sequence, a group
-            is a sequence; by the load of the step before, each token is one.
+            is a sequence; by the load of the previous step, each token is one.
         router_z: sum over tokens of logsumexp(logits)^2, with its gradient.
         load_E: tokens that asked for each expert, before capacity.
         dropped: choices that asked for a slot and got none.
@@ -63,10 +63,10 @@ class RoutingStats:
         prob_E: sum over tokens of the router's probability of each expert; with its gradient
             where the balance loss is of the batch.
         mass: sum over tokens of the probabilities of their S best experts, before any
-            normalising; None where experts choose or a hash does, as `margin`.
-        margin: sum over tokens of the S-th best score less the next one, by the scores of the
+            normalising; None, like `margin`, where experts choose or a hash does.
+        margin: sum over tokens of the S-th best score minus the next one, by the scores of the
             choice (with bias and noise).
-        bias: tokens times the mean of the bias of the choice; None without one.
+        bias: number of tokens times the mean of the selection bias; None without one.
         counted_E: choices of each expert that the balance loss counts, where it is of the
             batch; None elsewhere.
         margin_EW, margin_E: `quantile_balance.margin_counts` and `margin_quantiles`, in
@@ -110,7 +110,7 @@ class RoutingStats:
 
     @property
     def reported(self) -> "RoutingStats":
-        """The statistics without what a step's update of the routers alone reads."""
+        """The statistics without what only a step's update of the routers reads."""
         return dataclasses.replace(
             self, counted_E=None, margin_EW=None, margin_E=None, own_E=None
         )
@@ -139,11 +139,11 @@ class RoutingStats:
         return self.router_z / jnp.maximum(self.tokens, 1)
 
     def means(self) -> dict[str, jax.Array]:
-        """Every sum over what it is a sum of, per layer; `load` is `[..., E]`.
+        """Every sum divided by its number of tokens or groups, per layer; `load` is `[..., E]`.
 
-        `information` is that of a token about its expert, H(mean p) - mean H(p) in nats: 0 of a
-        router that is uniform, or certain and the same for all tokens. What a token's task
-        tells, where experts are divided among tasks, is none of the router's and left out.
+        `information` is that of a token about its expert, H(mean p) - mean H(p) in nats: 0 for
+        a router that is uniform, or certain and the same for all tokens. If experts are divided
+        among tasks, what a token's task tells is not the router's doing and is left out.
         """
         tokens = jnp.maximum(self.tokens, 1)
         per_token = {
@@ -188,8 +188,8 @@ def measure_routing(
         score_GTE: scores by which the tokens chose (`choice_scores`); None is `prob_GTE`.
         bias_E: the bias in them; None without one.
         load_E: shares of the choices in the step before, which the balance loss compares with;
-            None compares with these.
-        segment_BL: sequence of each token, which the balance loss is of; None is of the groups.
+            None compares with the current ones.
+        segment_BL: sequence of each token, for a balance loss by sequence; None is by group.
     """
     logits_GTE = logits_GTE.astype(jnp.float32)
     prob_GTE = prob_GTE.astype(jnp.float32)
@@ -263,7 +263,7 @@ def _expected_dropped(plan: RoutingPlan, is_token_GT):
 
 
 def join_stacks(encoder: RoutingStats | None, decoder: RoutingStats | None):
-    """Statistics of an encoder's layers and then a decoder's, which have other tokens.
+    """Statistics of an encoder's layers and then a decoder's, which have different tokens.
 
     None for dense stacks.
     """

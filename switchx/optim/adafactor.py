@@ -11,9 +11,9 @@ With g the gradient, G = g^2 + epsilon1 and beta2 = 1 - (step + 1)^-decay_rate:
     w     = w - (momentum's average of u, if any) - weight_decay_rate w
 
 A stack of layers (N), of stages (P) or of experts (E) is a batch of parameters: rms and all
-means stay within one matrix, so stacked parameters are updated as the same ones kept apart.
-What is left of a parameter is a matrix of rows by columns, or something without two sides (a
-norm scale, a bias).
+means stay within one matrix, so stacked parameters are updated like the same ones kept apart.
+The rest of a parameter is a matrix of rows by columns, or something without two sides (a norm
+scale, a bias).
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ Axes = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Factoring:
-    """Axes of one parameter by their role, and the names of what is kept for it.
+    """Axes of one parameter by their role, and the names of its statistics.
 
     Attributes:
         suffix: the dimension letters in the parameter's name.
@@ -57,7 +57,7 @@ class Factoring:
 
     @property
     def within(self) -> Axes:
-        """All axes but the batch: what a root mean square is taken over."""
+        """All axes except the batch: those over which a root mean square is taken."""
         return tuple(range(len(self.batch), self.ndim))
 
     def state_name(self, statistic: str, without: Axes = ()) -> str:
@@ -75,7 +75,7 @@ class AdafactorState(NamedTuple):
     """Steps taken, and for each parameter a dictionary of float32 statistics.
 
     A factored `w_in_EDF` has `v_row_ED` and `v_col_EF`, any other parameter `v_` and its
-    letters, and each `momentum_` and its letters where there is momentum.
+    letters, and each has `momentum_` and its letters if there is momentum.
     """
 
     count: jax.Array
@@ -266,16 +266,16 @@ def factoring_of(name: str, shape: tuple[int, ...], min_dim_size: int) -> Factor
 def parameter_scale(param, within: Axes, smallest: float):
     """Root mean square over the axes `within` of a parameter, at least `smallest`, float32.
 
-    Shazeer and Stern 2018 (arXiv:1804.04235), section 8: what a relative step is relative to.
+    Shazeer and Stern 2018 (arXiv:1804.04235), section 8: the scale of relative steps.
     """
     mean_squares = jnp.mean(jnp.square(param.astype(jnp.float32)), axis=within)
     return jnp.maximum(jnp.sqrt(mean_squares), smallest)
 
 
 def _num_batch(dims: str) -> int:
-    """Leading batch letters of what is not a matrix: `NEF` has 2, `NE` has 1.
+    """Number of leading batch letters of what is not a matrix: 2 in `NEF`, 1 in `NE`.
 
-    E alone is a vector over experts; E before another letter is one vector an expert.
+    E alone is a vector over experts; E before another letter is one vector per expert.
     """
     count = len(dims) - len(dims.lstrip("NP"))
     return count + (dims[count:].startswith("E") and len(dims) > count + 1)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learning rates by parameter: multipliers by pattern, of which 0 freezes.
+"""Learning rates by parameter: multipliers by pattern; 0 freezes a parameter.
 
-ST-MoE (Zoph et al. 2022, arXiv:2202.08906, section 4) fine-tunes some parameters alone, as all
-but the experts: `((r".*/experts/.*", 0.0),)`. Rules are ordered pairs of a regular expression,
-which has to match a parameter's whole path, and a number; the first that matches decides, and a
-parameter that none matches has 1. Paths name layers as an unrolled model does, whatever is
-stacked, so that a run means the same when `scan_layers` changes. A frozen parameter keeps its
-bits: no decay, no rounding. The optimizer keeps nothing for it, and its gradient is in no norm.
+ST-MoE (Zoph et al. 2022, arXiv:2202.08906, section 4) fine-tunes only some parameters, such as
+all but the experts: `((r".*/experts/.*", 0.0),)`. Rules are ordered pairs of a regular
+expression, which has to match a parameter's whole path, and a number; the first that matches
+decides, and a parameter that none matches has 1. Paths name layers as in an unrolled model,
+even if layers are stacked, so that a run means the same when `scan_layers` changes. A frozen
+parameter keeps its bits: no decay, no rounding. It has no state; its gradient is in no norm.
 """
 
 import re
@@ -27,7 +27,7 @@ def multipliers(rules: Rules, leaves: Mapping, period: int | None) -> dict[str, 
 
     Args:
         leaves: parameters, or arrays of their shapes, by path.
-        period: blocks of the period that is scanned (`ModelConfig.scanned_period`); None of an
+        period: blocks of the period that is scanned (`ModelConfig.scanned_period`); None for an
             unrolled model.
 
     Raises:
@@ -66,7 +66,7 @@ def multipliers(rules: Rules, leaves: Mapping, period: int | None) -> dict[str, 
 
 
 def _layer_paths(name: str, leaf, period: int | None) -> list[str]:
-    """The paths that the layers of a stack have when unrolled; its own of what is no stack.
+    """The paths that the layers of a stack have when unrolled; the name itself if unstacked.
 
     Layer r * period + i is the r-th slice of the scanned period's `layer_i`.
     """
@@ -100,8 +100,8 @@ def with_multipliers(
     """The transformation with every update times its parameter's multiplier.
 
     The update includes weight decay, whether or not the learning rate is a factor of it. The
-    state has nothing for frozen parameters; their updates are zeros, to be left out by
-    `keep_frozen`.
+    state has nothing for frozen parameters; their updates are zeros, which `keep_frozen` leaves
+    out.
 
     Raises:
         ValueError: at `init`, see `multipliers`.

@@ -16,17 +16,17 @@ from switchx.axes import dims_of, matrix_dims
 from switchx.fields import require, without_gin
 from switchx.optim.schedules import Schedule, require_schedule
 
-# Of moments that begin at 0 beside a count that goes on: AdamW takes their bias for corrected.
+# For moments that begin at 0 while the count goes on: AdamW takes their bias as corrected.
 NEW_AT_OLD_COUNT = (
     "at the old count, so that AdamW's first updates of them may be 6.5 times the rate"
 )
 
 
 class Optimizer(Protocol):
-    """A frozen description, as `Adafactor` and `AdamW`."""
+    """A frozen description, such as `Adafactor` and `AdamW`."""
 
     def build(self, schedule: Schedule) -> optax.GradientTransformationExtraArgs:
-        """The transformation; its `update` takes `gradient_scale`, a factor of them all."""
+        """The transformation; its `update` takes `gradient_scale`, a factor of gradients."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,13 +36,13 @@ class Optax:
     Moments that mirror the parameters are split over a mesh as these are, other statistics
     are whole on every device (`has_letters`). One that computes over a whole array, such as a
     trust ratio (lamb, lars) or clipping by block, takes all experts of a layer for one
-    parameter, and with `ModelConfig.scan_layers` all layers of a stack: there that is no free
-    choice, nor may it change when a run goes on.
+    parameter, and with `ModelConfig.scan_layers` all layers of a stack: `scan_layers` is then
+    not a free choice, nor may it change when a run is resumed.
 
     Attributes:
         make: optimizer's function in a module, such as `optax.lion`; it is called with
             `learning_rate`, here the schedule, and `arguments`.
-        arguments: arguments of `make` beside the schedule. `make` gets no others: bindings of
+        arguments: arguments of `make` besides the schedule. `make` gets no others: bindings of
             the function itself in a gin file have no effect.
     """
 
@@ -63,7 +63,7 @@ class Optax:
         """The transformation, in float32; its updates are added to the parameters.
 
         Raises:
-            ValueError: the schedule is not callable, or what `make` gave is no
+            ValueError: the schedule is not callable, or what `make` returned is not a
                 transformation.
         """
         require_schedule(schedule)
@@ -104,9 +104,9 @@ def _float32(values):
 def has_letters(name: str, shape, param_shapes: dict[str, tuple[int, ...]]) -> bool:
     """Whether the name of an array of an optimizer's state ends in its dimension letters.
 
-    Our own optimizers name statistics so: `.../w_in_EDF/v_row_ED`. Those of Optax keep their
-    statistics of a parameter below its path: a statistic of the parameter's shape (a moment)
-    has the parameter's letters, one of another shape has none.
+    Our own optimizers name statistics so: `.../w_in_EDF/v_row_ED`. Those of Optax keep a
+    parameter's statistics below its path: a statistic of the parameter's shape (a moment) has
+    the parameter's letters, one of another shape has none.
 
     Args:
         param_shapes: shapes of the parameters by path.
@@ -140,8 +140,8 @@ def is_decayed(name: str, param) -> bool:
     """Whether a parameter is a matrix that inputs are multiplied by, from its letters.
 
     Norm scales and biases are not: shrinking them shrinks what they scale or shift, not a
-    map. Embedding tables are not: a row's gradient comes only with its word, its decay
-    would come every step. Logits (`w_logits_DV`), routers and experts are.
+    map. Embedding tables are not: a row gets a gradient only with its word, but would decay
+    in every step. Logits (`w_logits_DV`), routers and experts are.
 
     Args:
         name: path of the parameter; the last part ends in its dimension letters.

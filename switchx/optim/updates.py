@@ -48,7 +48,7 @@ def clip_scale(norm, max_norm: float) -> jax.Array:
     Pascanu et al. 2013 (arXiv:1211.5063), algorithm 1.
 
     Args:
-        norm: the global norm; 0 gives 1, and one that is not finite must be caught before.
+        norm: the global norm; 0 gives 1, and a non-finite one must be caught before.
     """
     return jnp.minimum(1.0, max_norm / norm)
 
@@ -59,9 +59,9 @@ def squared_norm(gradient):
 
 
 def rms_by_name(params) -> dict[str, jax.Array]:
-    """The root mean square of every parameter by its path, of every expert by itself, float32.
+    """The root mean square of every parameter by its path, per expert, float32.
 
-    Of stacked layers `[N]`, of a bank of experts `[E]`, of both `[N, E]`, of others a scalar.
+    `[N]` for stacked layers, `[E]` for a bank of experts, `[N, E]` for both, else a scalar.
 
     Args:
         params: parameters, or gradients or updates of them, by the parameters' names.
@@ -76,18 +76,18 @@ def rms_by_name(params) -> dict[str, jax.Array]:
 
 
 def update_if(is_finite, update, kept: tuple, unmoved) -> tuple:
-    """`update(*kept)`, or `(*kept, unmoved)` where `is_finite` is false; both in place.
+    """`update(*kept)`, or `(*kept, unmoved)` if `is_finite` is false; both in place.
 
-    On a CPU by a conditional: XLA updates weights and moments one after another there, and
+    On a CPU this is a conditional: XLA updates weights and moments one after another there, and
     would copy what a selection still needs. Where it updates them in one kernel, a selection
     costs nothing, and after a conditional a GPU copies the whole state (AdamW moves 1.9 times
-    the ideal bytes in place of 1.1, tests/promises/optimizer_bytes.py).
+    the ideal bytes instead of 1.1, tests/promises/optimizer_bytes.py).
 
     Args:
         is_finite: scalar bool.
-        update: function of what is kept, that returns its new values and one value more.
+        update: function of `kept` that returns its new values and one more value.
         kept: donated arrays, in trees.
-        unmoved: that one more value of a step that is left out.
+        unmoved: that additional value for a step that is left out.
     """
     if platform_of(jax.sharding.get_abstract_mesh()) == "cpu":
         return jax.lax.cond(is_finite, update, lambda *kept: (*kept, unmoved), *kept)

@@ -71,8 +71,8 @@ class SliceIndex:
         Args:
             slices: name, shape of the slice, sliced axis and dtype of each array. Arrays of
                 different dtypes are in different buckets.
-            bucket_bytes: most bytes of a bucket, of all devices together; a larger array has
-                a bucket for itself.
+            bucket_bytes: most bytes of a bucket, over all devices together; a larger array has
+                a bucket of its own.
 
         Raises:
             ValueError: `bucket_bytes` is not above 0.
@@ -171,7 +171,7 @@ class Slicing:
 
     @property
     def shape(self) -> dict[str, int]:
-        """Devices along each axis, as a mesh has them."""
+        """Number of devices along each axis, like a mesh's `shape`."""
         return dict(self.sizes)
 
     @property
@@ -185,7 +185,7 @@ class Slicing:
         return self.replicas + self.axes
 
     def sliced_axis(self, name: str, shape) -> int | None:
-        """The dimension of a parameter that devices have slices of; None where it is whole."""
+        """The dimension of a parameter that devices have slices of; None if it is whole."""
         dims = param_dims(name, shape)
         for axis, letter in enumerate(dims):
             if self.rules.axes(letter, self, table=param_table(dims)):
@@ -216,8 +216,8 @@ def sliced(slicing: Slicing):
 def whole(params):
     """Gathers the parameters of a tree or a module; outside of `sliced`, returns its argument.
 
-    Call it inside of what is recomputed in the backward pass (`jax.checkpoint`): then whole
-    parameters are freed after their use and gathered again. Gradients come back as slices,
+    Call it inside of what is recomputed in the backward pass (`jax.checkpoint`): whole
+    parameters are then freed after use and gathered again. Gradients come back as slices,
     summed over all devices; those of parameters without slices are summed in one all-reduce.
     """
     slicing = _slicing.value
@@ -247,7 +247,7 @@ def _vary(array, axes: MeshAxes):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _join(index: SliceIndex, buckets):
-    """`index.join`, whose own transpose would add up one padded bucket an array."""
+    """`index.join`, whose own transpose would add up one padded bucket per array."""
     return index.join(buckets)
 
 

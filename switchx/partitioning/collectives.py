@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-to-all inside of `jax.shard_map`: flat, hierarchical, and of rows in any number.
+"""All-to-all inside of `jax.shard_map`: flat, hierarchical, and of any number of rows.
 
 Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 4.2, Figure 8.
 Dims: P devices of the exchange, in the order of the mesh axes; R rows, D model
@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from switchx.partitioning.mesh import platform_of
 from switchx.partitioning.rules import MeshAxes
 
-# Where `choose_dispatcher` and the planner take a ragged all-to-all by themselves. GPUs are to
+# Where `choose_dispatcher` and the planner choose a ragged all-to-all by themselves. GPUs will
 # be added when two cards have shown equal gradients, by the largest difference per expert.
 RAGGED_PLATFORMS = ("cpu", "tpu")
 RAGGED_ON_GPUS = (
@@ -37,7 +37,7 @@ def all_to_all(x_P, axes: MeshAxes):
 def hierarchical_all_to_all(x_P, axes: MeshAxes):
     """Exchanges the same in two steps: inside of each node, then between equal ranks of nodes.
 
-    The first step brings what is for rank r of any node to rank r of this one. So the second
+    The first step brings everything for rank r of any node to rank r of this one. So the second
     sends P / num_nodes times fewer and larger messages, and none between different ranks.
 
     Args:
@@ -54,9 +54,9 @@ def hierarchical_all_to_all(x_P, axes: MeshAxes):
 def ragged_all_to_all(x_RD, sizes_PP, axes: MeshAxes, rows: int):
     """Sends consecutive rows to each device and receives those for this one.
 
-    TPU and GPU send these rows alone (`jax.lax.ragged_all_to_all`), the latter with a warning.
-    CPU has no such collective: it gathers all rows and picks the right ones, the same numbers
-    at P times the bytes.
+    TPU and GPU send only these rows (`jax.lax.ragged_all_to_all`), the latter with a warning.
+    CPU has no such collective: it gathers all rows and picks the right ones, for the same
+    numbers at P times the bytes.
 
     Args:
         x_RD: rows for device 0, then for device 1, ...; rows past those are not sent.
@@ -76,7 +76,7 @@ def ragged_all_to_all(x_RD, sizes_PP, axes: MeshAxes, rows: int):
     )
 
 
-@functools.cache  # once in a process
+@functools.cache  # once per process
 def _warn_of_gpus() -> None:
     warnings.warn(RAGGED_ON_GPUS, stacklevel=3)
 
@@ -98,7 +98,7 @@ ragged_all_to_all.defvjp(_ragged_forward, _ragged_backward)
 def _ragged(x_RD, sizes_PP, axes, rows):
     here = jax.lax.axis_index(axes)
     # 0 that the compiler does not know. Do not simplify: it moves constant zeros out of a loop
-    # over layers, and as rows are received in their place, copies them in each of its turns.
+    # over layers and, as rows are received in their place, copies them in each iteration.
     zero = jnp.minimum(sizes_PP[0, 0], 0).astype(x_RD.dtype)
     x_RD, zeros_RD = vary_alike(x_RD, jnp.full((rows, x_RD.shape[1]), zero))
     return jax.lax.ragged_all_to_all(
@@ -145,11 +145,11 @@ def vary_alike(*arrays) -> list:
 
 
 def connect_processes(mesh: Mesh) -> None:
-    """Has the processes that exchange over some of the mesh's axes connect, all at one time.
+    """Makes the processes that exchange over some of the mesh's axes connect, all at once.
 
-    Collectives of CPUs are Gloo's. Its processes have 30 s to come to the first exchange of a
-    group of them, and 30 minutes to later ones (`xla_cpu_collective_timeout_seconds`); to the
-    first step they come when they have compiled it. Other platforms wait as long as it takes.
+    Collectives on CPUs are Gloo's. Its processes have 30 s to reach the first exchange of their
+    group, and 30 minutes to reach later ones (`xla_cpu_collective_timeout_seconds`); they reach
+    the first step when they have compiled it. Other platforms wait as long as it takes.
     """
     if jax.process_count() == 1 or platform_of(mesh) != "cpu":
         return

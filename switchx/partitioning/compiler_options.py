@@ -9,7 +9,7 @@ from switchx.fields import require
 _OPTION = re.compile(r"xla_\w+=\S*")
 # Options of programs that gather no weights. With bfloat16 propagation a loop over blocks reads
 # a copy of all their weights in the products' dtype: half of the parameters' bytes more, from
-# the forward pass to the end of the backward pass. Where weights are gathered it halves the
+# the forward pass to the end of the backward pass. If weights are gathered, it halves the
 # bytes that are sent.
 DEFAULT_OPTIONS = {"tpu": {"xla_jf_bf16_propagation": "False"}}
 # What XLA puts into a command buffer (a CUDA graph) by itself, and loops and branches with it.
@@ -21,13 +21,13 @@ DECODING_OPTIONS = {"gpu": {"xla_gpu_enable_command_buffer": COMMANDS}}
 
 @dataclasses.dataclass(frozen=True)
 class CompilerOptions:
-    """XLA's options of a job's or a model's compiled programs, `xla_name=value`, by platform.
+    """XLA's options for a job's or a model's compiled programs, `xla_name=value`, by platform.
 
     They travel with each program that is compiled, so that nothing in the environment has to be
-    set before JAX starts, and XLA refuses a name that it does not know. Options of other
-    platforms than the mesh's are not used. configs/xla/overlap.gin says what they do.
-    `DEFAULT_OPTIONS` hold where a job does not set them and no weights are gathered,
-    `DECODING_OPTIONS` where a model is used.
+    set before JAX starts, and XLA refuses a name that it does not know. Options for platforms
+    other than the mesh's are not used. configs/xla/overlap.gin says what they do.
+    `DEFAULT_OPTIONS` apply if a job does not set them and no weights are gathered,
+    `DECODING_OPTIONS` when a model is used.
 
     Attributes:
         gpu, tpu, cpu: options for the platform of that name. Truth values are `True` and
@@ -76,7 +76,7 @@ class CompilerOptions:
         Args:
             device_kind: kind of chip, as in `jax.Device.device_kind`.
             gathers_weights: whether devices keep slices of weights (`fsdp`).
-            defaults: options by platform that hold where weights are not gathered.
+            defaults: options by platform that apply if weights are not gathered.
         """
         platform = {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
         options = {"gpu": self.gpu, "tpu": self.tpu, "cpu": self.cpu}.get(platform, ())

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sharding constraints on arrays, by dimension letters, and the mesh they are for.
 
-The letters are the global ones of `switchx/axes.py`; `Rules` says which mesh axes they go over.
+The letters are the global ones of `switchx/axes.py`; `Rules` says which mesh axes split them.
 """
 
 import contextlib
@@ -46,8 +46,8 @@ def current_rules() -> Rules:
 def num_devices() -> int:
     """The number of devices of the innermost mesh that the compiler may split arrays over.
 
-    It is 1 outside of any, and inside of a `jax.shard_map` over all axes: what one device sees
-    there is its own.
+    It is 1 outside of any mesh, and inside of a `jax.shard_map` over all axes, where a device
+    sees only its own data.
     """
     shape = jax.sharding.get_abstract_mesh().shape
     return math.prod(shape[axis] for axis in open_axes())
@@ -56,7 +56,7 @@ def num_devices() -> int:
 def open_axes() -> set[str]:
     """The axes of the innermost mesh that no `shard_map` around this has made manual.
 
-    Inside of a pipeline, that is all but `pipe`: those that a nested `shard_map` may take.
+    Inside of a pipeline, these are all but `pipe`: those that a nested `shard_map` may take.
     """
     mesh = jax.sharding.get_abstract_mesh()
     return set(mesh.axis_names) - set(mesh.manual_axes)
@@ -67,7 +67,7 @@ def constrain(x, dims: str, uneven: str = ""):
 
     Args:
         uneven: the dimension that may be split into parts that are not all full, which the
-            compiler pads; another one that does not divide stays whole.
+            compiler pads; any other that does not divide stays whole.
     """
     if num_devices() == 1:
         return x
@@ -75,7 +75,7 @@ def constrain(x, dims: str, uneven: str = ""):
     rules = current_rules()
     shape = list(x.shape)
     is_compiled = isinstance(x, jax.core.Tracer)  # arrays have equal parts
-    if uneven and is_compiled and not mesh.manual_axes:  # beside those XLA aborts
+    if uneven and is_compiled and not mesh.manual_axes:  # beside manual axes XLA aborts
         axes = rules.axes(uneven, mesh, table="activations")
         at = dims.index(uneven)
         parts = math.prod(mesh.shape[axis] for axis in axes)
@@ -110,10 +110,10 @@ def constrain_params(params):
 def gathered_where_used(params):
     """The parameters of one block, or one of another kind, with all of D on each device.
 
-    The constraint is set where the parameters are used: where `fsdp` stands between axes of
-    other kinds, the compiler would gather twice, and permute slices. In the backward pass a
-    device gets the gradients of its slices. Parameters of experts stay as they are: a
-    dispatcher gathers them (`moe/sharded_dispatch.py`).
+    The constraint is set where the parameters are used: if `fsdp` stands between axes of other
+    kinds, the compiler would gather twice, and permute slices. In the backward pass a device
+    gets the gradients of its slices. Parameters of experts stay as they are: a dispatcher
+    gathers them (`moe/sharded_dispatch.py`).
 
     Args:
         params: a tree or a module, whose names end in their dimensions.
@@ -155,7 +155,7 @@ def _without_d(rules: Rules, mesh, name: str, shape) -> PartitionSpec:
 
 
 def gathered_params(params):
-    """The parameters with all of D on each device; None where none has slices of D.
+    """The parameters with all of D on each device; None if no device has slices of D.
 
     Their other dimensions are split as the rules say.
     """
@@ -171,7 +171,7 @@ def gathered_params(params):
 
 
 def whole(arrays):
-    """The arrays, the same on every device; as they are outside of `use_mesh`."""
+    """The arrays, whole on every device; outside of `use_mesh`, as they are."""
     if num_devices() == 1:
         return arrays
     return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, PartitionSpec()), arrays)

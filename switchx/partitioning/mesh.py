@@ -40,7 +40,7 @@ class MeshSpec:
             the devices that the other axes leave.
         fsdp: parts of the batch that share the parameters: each keeps a slice of D, which
             is gathered where it is used.
-        node: the outer part of the axis that experts are split over: machines, where the
+        node: the outer part of the axis that experts are split over: machines, if the
             all-to-all is to cross them once (`hierarchical`).
         expert: parts that the experts are split over; they split the batch too.
         model: parts of heads, F and vocabulary; they share the batch.
@@ -75,12 +75,12 @@ class MeshSpec:
         return {name: getattr(self, name) for name in AXES}
 
     def num_devices(self, available: int) -> int:
-        """The devices that the mesh uses of those available: `data` takes what is left."""
+        """Number of available devices that the mesh uses: `data` takes what is left."""
         others = math.prod(size for size in self._sizes.values() if size is not None)
         return others * (max(available // others, 1) if self.data is None else 1)
 
     def sizes(self, available: int) -> dict[str, int]:
-        """Devices along each axis, of those available: `data` takes what is left."""
+        """Number of available devices along each axis: `data` takes what is left."""
         sizes = self._sizes
         if self.data is None:
             others = math.prod(size for size in sizes.values() if size is not None)
@@ -115,10 +115,10 @@ class MeshSpec:
         return Mesh(arranged(devices, sizes), tuple(sizes), axis_types=axis_types)
 
     def abstract(self, device) -> AbstractMesh:
-        """Builds an abstract mesh, of no devices; `data` is 1 where it is None.
+        """Builds an abstract mesh, without devices; `data` is 1 if it is None.
 
         Args:
-            device: the `AbstractDevice` that each is.
+            device: the `AbstractDevice` that stands for each.
         """
         sizes = tuple(size or 1 for size in self._sizes.values())
         axis_types = (AxisType.Auto,) * len(AXES)
@@ -126,7 +126,7 @@ class MeshSpec:
 
 
 def named_axes(sizes: Mapping[str, int]) -> str:
-    """`data=2 expert=4`: the axes of more than one device."""
+    """The axes with more than one device, such as `data=2 expert=4`."""
     return " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
 
 
@@ -136,7 +136,7 @@ def platform_of(mesh: Mesh | AbstractMesh) -> str:
         return mesh.devices.flat[0].platform
     if mesh.abstract_device is None:
         return jax.default_backend()
-    # JAX before 0.12 does not say the platform of an abstract device. GPUs have many names.
+    # JAX before 0.12 does not give the platform of an abstract device. GPUs have many names.
     kind = device_kind_of(mesh)
     return "tpu" if "TPU" in kind else "cpu" if kind == "cpu" else "gpu"
 
@@ -152,7 +152,7 @@ def cpu_device() -> jax.Device:
     """This process's first device of JAX's CPU back end.
 
     Raises:
-        ValueError: `JAX_PLATFORMS` leaves that out.
+        ValueError: `JAX_PLATFORMS` leaves that back end out.
     """
     try:
         return jax.local_devices(backend="cpu")[0]
@@ -181,7 +181,7 @@ def arranged(devices: Sequence, sizes: Mapping[str, int]) -> np.ndarray:
     slices are along the outermost axes, or along `node`. The next paragraph is about other
     machines.
 
-    In clusters whose machines have one network card a GPU, the cards of equal local rank are
+    In clusters whose machines have one network card per GPU, the cards of equal local rank are
     connected by one switch, a rail. The outer part of a hierarchical all-to-all exchanges
     between equal local ranks only, so it stays on its rail (SE-MoE, section 4.2). Machines with
     equally many devices are the rows of a table, local ranks its columns. An axis `node` runs
@@ -190,7 +190,7 @@ def arranged(devices: Sequence, sizes: Mapping[str, int]) -> np.ndarray:
 
     Args:
         devices: devices, as many as the mesh has. Devices of equal machines keep their order,
-            and so do TPUs where those of a slice do not fill a box.
+            and so do TPUs if those of a slice do not fill a box.
         sizes: sizes of the axes, outermost first; `node` directly before the axes of `WITHIN`.
 
     Raises:
@@ -241,7 +241,7 @@ def is_box(devices: Sequence) -> bool:
 def _on_torus(slices: list[list], sizes: Mapping[str, int], nodes: int = 1) -> np.ndarray:
     """Axes along the sides of equal slices, as JAX lays them; slices along the outermost axes.
 
-    An axis takes whole sides of a slice where its size is their product, the innermost axis
+    An axis takes whole sides of a slice if its size is their product, the innermost axis
     first, and parts of sides otherwise (`planner/torus.py` counts the links that it gets).
 
     Args:

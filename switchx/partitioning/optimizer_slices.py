@@ -3,12 +3,12 @@
 
 Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054), section 5.1. `Rules.optimizer_slices` names
 the axes. Gradients are reduce-scattered to the slices, each device computes the update of its
-own, and new parameters are gathered: on a ring as many bytes as one all-reduce of gradients.
+own, and new parameters are gathered: on a ring, as many bytes as one all-reduce of gradients.
 
-A parameter's slices are of its first dimension that no axis splits yet and that divides; where
-there is none, of the first one whose parts divide. Stacks (N, P) are not cut: a loop over
+A parameter is sliced along its first dimension that no axis splits yet and that divides; if
+there is none, along the first one whose parts divide. Stacks (N, P) are not cut: a loop over
 layers goes through them. What divides nowhere stays whole. A statistic is cut along the same
-letter, and is whole where it does not have it.
+letter, and is whole if it does not have it.
 """
 
 import dataclasses
@@ -34,11 +34,11 @@ class OptimizerSlice:
 
 
 def optimizer_slice(rules: Rules, mesh, dims: str, shape) -> OptimizerSlice | None:
-    """The slices of what an optimizer keeps of a parameter; None where it stays whole.
+    """The slices of what an optimizer keeps for a parameter; None if it stays whole.
 
     Args:
-        dims: the parameter's letters, as `NEDF`.
-        mesh: or anything with a `shape` like one's.
+        dims: the parameter's letters, such as `NEDF`.
+        mesh: a mesh, or anything with a `shape` like one's.
 
     Raises:
         ValueError: the parameter's own axes do not divide it.
@@ -68,7 +68,7 @@ def optimizer_slices(rules: Rules, mesh, params) -> dict[str, OptimizerSlice | N
 
 
 def whole_notes(rules: Rules, mesh, params) -> tuple[str, ...]:
-    """Notes about parameters that no axis divides; () where all are sliced."""
+    """Notes about parameters that no axis divides; () if all are sliced."""
     axes, leaves = rules.slice_axes(mesh), tree.named_leaves(params)
     slices = optimizer_slices(rules, mesh, params)
     sizes = {name: math.prod(leaves[name].shape) for name, own in slices.items() if own is None}
@@ -83,7 +83,7 @@ def whole_notes(rules: Rules, mesh, params) -> tuple[str, ...]:
 
 
 def with_slice(spec: PartitionSpec, dims: str, own: OptimizerSlice | None) -> PartitionSpec:
-    """The partition of an array that is cut into slices where it has their letter."""
+    """The partition of an array that is cut into slices if it has their letter."""
     if own is None or not own.axes or own.letter not in dims:
         return spec
     entries, place = list(spec), dims.index(own.letter)
@@ -102,7 +102,7 @@ def slice_spec(rules: Rules, mesh, name: str, shape) -> PartitionSpec:
 
 
 def has_slices() -> bool:
-    """Whether the rules in use slice what an optimizer keeps on the mesh in use."""
+    """Whether the rules in use slice an optimizer's state on the mesh in use."""
     return bool(_slice_axes())
 
 
@@ -125,15 +125,15 @@ def out_of_slices(params):
 
 
 def is_scattered(axes: MeshAxes) -> bool:
-    """Whether `scattered_sums` is how gradients are summed over replicas along `axes`."""
+    """Whether `scattered_sums` sums gradients over the replicas along `axes`."""
     return bool(set(_slice_axes()) & set(axes))
 
 
 def scattered_sums(stacked, axes: MeshAxes):
     """Sums of the devices' gradients along `axes`, of which each device receives its slice.
 
-    One reduce-scatter a parameter, inside of a `shard_map` over all axes of the mesh: where
-    some are left to the compiler, it gathers what these split before it reduces.
+    One reduce-scatter per parameter, inside of a `shard_map` over all axes of the mesh: if some
+    are left to the compiler, it gathers what these split before it reduces.
 
     Args:
         stacked: gradients `[R, ...]` by the parameters' names, one of each device along `axes`.
@@ -175,9 +175,9 @@ def scattered_sums(stacked, axes: MeshAxes):
 def _scattered(gradient, place: int, axes: MeshAxes):
     """The device's slice, along dimension `place`, of the sum of gradients along `axes`.
 
-    It is computed on rows of `LANES`, the rows of each device behind one another: the TPU
+    It is computed on rows of `LANES`, the rows of each device one after another: the TPU
     compiler turns a reduce-scatter into an all-reduce and a slice along the last dimension,
-    beside one of size 1 and, where arrays are large, along any dimension but the first.
+    beside one of size 1 and, if arrays are large, along any dimension but the first.
     """
     shape, parts = gradient.shape, jax.lax.axis_size(axes)
     leading, one = math.prod(shape[:place]), math.prod(shape[place:]) // parts

@@ -13,7 +13,7 @@ from switchx.partitioning.rules import MeshAxes, Rules
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Which mesh axes hold what of a sparse layer; axes of one device are left out.
+    """The mesh axes that hold each part of a sparse layer, without axes of one device.
 
     Attributes:
         batch: axes whose devices have different groups of tokens.
@@ -47,9 +47,9 @@ class Placement:
     def shared_by(self, num_groups: int) -> MeshAxes | None:
         """The axes along which devices share each of so many groups of tokens.
 
-        () where devices have whole groups, the same number each. Otherwise the last axes of
-        the batch, one group to each position along the axes before; None where these positions
-        are not as many as the groups.
+        () if devices have whole groups, the same number each. Otherwise the last axes of the
+        batch, with one group at each position along the axes before; None if there are not as
+        many of these positions as groups.
         """
         if num_groups % self.size(self.batch) == 0:
             return ()

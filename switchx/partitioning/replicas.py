@@ -2,8 +2,8 @@
 """Replicas: devices with copies of all parameters and rows of their own, each run by itself.
 
 A reduction inside of a loop over microbatches or ticks is not moved out of it by XLA, so
-gradients would cross the wire in every turn. `run_on_replicas` makes the axes of replicas
-manual around the loop and sums what it returns once. Inside, the rules do not know these axes,
+gradients would cross the wire in every iteration. `run_on_replicas` makes the axes of replicas
+manual around the loop and sums its results once. Inside, the rules do not know these axes,
 and all shapes are those of one replica. Random numbers are drawn here, since those of a row
 are the same wherever the row is.
 Dims: B rows (or routing groups, in their order)
@@ -38,9 +38,9 @@ def on_own_rows(axes: MeshAxes):
     """Inside of a `shard_map` over `axes`: each of its devices has rows of its own.
 
     The rules inside of the block are those of the axes that are left. A `shard_map` within
-    another one numbers its own devices alone: `jax.lax.axis_index` of an outer axis would make
-    what it touches vary along that axis, and gradients be summed over it. So a key that goes
-    into it is made this replica's before, by `own_key`.
+    another one numbers only its own devices: `jax.lax.axis_index` of an outer axis would make
+    what it touches vary along that axis, and gradients be summed over it. So a key that enters
+    it is first made this replica's own, by `own_key`.
     """
     with _axes(axes), use_rules(current_rules().without(axes)):
         yield
@@ -49,7 +49,7 @@ def on_own_rows(axes: MeshAxes):
 def run_on_replicas(function: Callable, axes: MeshAxes, rows, others):
     """`function(rows, others)` on every replica with its rows, and the sum of what they return.
 
-    Where an optimizer has slices along `axes`, `function` returns a pair whose first part are
+    If an optimizer has slices along `axes`, `function` returns a pair whose first part is the
     gradients by their parameters' names: these are reduce-scattered to the slices.
 
     Differentiate inside of `function`, not from outside: gradients that `function` returns
@@ -95,7 +95,7 @@ def replica_number():
 def random_rows(draw: Callable, key, shape):
     """`draw(key_b, shape[1:])` for each row b of the whole batch, of which `shape` is a part.
 
-    A row's numbers depend on its place in the batch alone, and on no mesh.
+    A row's numbers depend only on its place in the batch, and on no mesh.
 
     Args:
         draw: function with the arguments of `jax.random.uniform`.

@@ -33,16 +33,16 @@ class Rules:
     Attributes:
         activations: arrays of tokens.
         params: parameters and their optimizer state, except those of `expert_params`.
-        expert_params: parameters that each expert has its own of (E before another letter; the
+        expert_params: parameters of which each expert has its own (E before another letter; the
             router `DE` has experts in it and belongs to none).
-        may_stay_whole: letters of parameters that are replicated where the axes do not divide
-            them: a vocabulary's size is given by its tokenizer, and the heads of keys and
-            values are fewer than many an axis. Other letters raise an error.
-        vocab_room: size of the buffers of the exchange, where V of parameters is split over
-            axes of the batch (`layers/embedding.py`), in even shares of tokens that are all
+        may_stay_whole: letters of parameters that are replicated if the axes do not divide
+            them: a vocabulary's size is given by its tokenizer, and there may be fewer heads of
+            keys and values than an axis has devices. Other letters raise an error.
+        vocab_room: size of the buffers of the exchange, if V of parameters is split over axes
+            of the batch (`layers/embedding.py`), in even shares of tokens that are all
             different. A buffer too small for a text costs time, never rows.
-        optimizer_slices: axes of the batch along which the optimizer state is sliced, beside
-            the parameter's own axes; parameters are whole there (ZeRO-1,
+        optimizer_slices: axes of the batch along which the optimizer state is sliced, besides
+            the parameter's own axes; parameters are whole along them (ZeRO-1,
             `optimizer_slices.py`).
     """
 
@@ -92,7 +92,7 @@ class Rules:
         )
 
     def _check_vocabulary(self) -> None:
-        """Checks that axes of V split the batch all or none, and that no such V stays whole."""
+        """Checks that all axes of V or none split the batch, and that no such V stays whole."""
         rows = dict(self.params).get("V", ())
         batch = dict(self.activations).get("B", ())
         shared = [axis for axis in rows if axis in batch]
@@ -143,7 +143,7 @@ class Rules:
         """The partition of an array with some dimensions over `mesh`.
 
         Args:
-            dims: dimension letters, as `NEDF`.
+            dims: dimension letters, such as `NEDF`.
             table: one of `TABLES`.
 
         Raises:
@@ -155,7 +155,7 @@ class Rules:
         for letter, size in zip(dims, shape, strict=True):
             axes = self.axes(letter, mesh, table=table)
             if table == "expert_params" and letter == "H" and "F" in dims:
-                # Of experts that write heads (`EFHK`): F has the axis that both may have.
+                # In experts that write heads (`EFHK`), F has the axis that both may have.
                 axes = tuple(axis for axis in axes if axis not in used)
             for axis in axes:
                 if axis in used:
@@ -187,7 +187,7 @@ SLICED_RULES = Rules(
         ("D", ("fsdp",)),
     )
 )
-# Rules of configs/meshes/pod.gin: experts on all devices with different tokens but replicas,
+# Rules of configs/meshes/pod.gin: experts on all devices with different tokens except replicas,
 # and all other parameters in slices over those of their axes that `expert` does not name.
 SPREAD_RULES = Rules(
     params=(
@@ -200,12 +200,12 @@ SPREAD_RULES = Rules(
     ),
     expert_params=(("N", ("pipe",)), ("E", ("fsdp", "node", "expert")), ("F", ("model",))),
 )
-# ZeRO-1, as configs/meshes/zero1.gin has it.
+# ZeRO-1, as in configs/meshes/zero1.gin.
 OPTIMIZER_SLICES = ("data",)
 
 
 def param_table(dims: str) -> str:
-    """The table of a parameter: `expert_params` where experts have their own (`NEDF`).
+    """The table of a parameter: `expert_params` if experts have their own (`NEDF`).
 
     The router's `DE` and `E` are `params`.
     """
@@ -217,7 +217,7 @@ def param_dims(name: str, shape) -> str:
     """The dimension letters of a parameter, from the last part of its name.
 
     A quantized matrix `w_in_EDF` is `w_in_EDF/values`, output-major, `EFD`, and
-    `w_in_EDF/scales_EFG` (and `zeros_EFG`), whose G follow D where there are several
+    `w_in_EDF/scales_EFG` (and `zeros_EFG`), whose G follow D if there are several
     (`pallas_kernels.QTensor`).
     """
     *_, owner, last = "", *name.split("/")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slices of accelerators that programs are compiled for, named as `v4:8x8x16` or `h200:8`."""
+"""Slices of accelerators that programs are compiled for, such as `v4:8x8x16` or `h200:8`."""
 
 import dataclasses
 import functools
@@ -17,12 +17,12 @@ class Generation:
     Attributes:
         platform: platform, as JAX names it.
         axes: number of sides of a slice.
-        devices_per_chip: JAX devices of a chip: 2 of a tpu7x, one for each core. Both cores of
-            a v4 are one device, "megacore", as on the machines that there are.
+        devices_per_chip: JAX devices per chip: 2 for a tpu7x, one for each core. Both cores of
+            a v4 are one device, "megacore", as on existing machines.
         most_chips: chips of the largest slice that is one network.
         hbm_bytes: bytes of a device's memory that a program may use, as the compiler says when
             it refuses one (`test_training_step.py` asks it). For a GPU this is an
-            assumption: 8% of its memory are left to CUDA and NCCL. The planner's spec files say
+            assumption: 8% of its memory is left to CUDA and NCCL. The planner's spec files say
             the same.
         source: publication that gives the sizes.
     """
@@ -85,7 +85,7 @@ class Topology:
 
     @classmethod
     def parse(cls, text: str) -> "Topology":
-        """`v4:8x8x16`; a GPU alone may be `h200`."""
+        """Reads a text such as `v4:8x8x16`; a single GPU may be `h200`."""
         match = _NAME.fullmatch(text)
         if not match or (match[2] is None and match[1] != "h200"):
             raise ValueError(
@@ -106,7 +106,7 @@ class Topology:
         return math.prod(self.shape) * self.generation.devices_per_chip
 
     def with_devices(self, count: int) -> list["Topology"]:
-        """Slices of this kind with so many devices, the most cubic one first."""
+        """Slices of this kind with `count` devices, the most cubic one first."""
         per_chip = self.generation.devices_per_chip
         return [
             Topology(self.kind, shape)

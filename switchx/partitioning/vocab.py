@@ -23,8 +23,8 @@ from switchx.partitioning.rules import MeshAxes
 class RowOwners:
     """Which device owns which row in the exchange: `id mod P`, so that frequent low ids spread.
 
-    The table is stored in the order of the ids, a block of V / P rows a device, and checkpoints
-    see that; `deal` takes the rows from there to their owners.
+    The table is stored in the order of the ids, V / P rows per device, and checkpoints see that
+    order; `deal` takes the rows from there to their owners.
 
     Attributes:
         num_rows: V.
@@ -94,10 +94,10 @@ def requests(id_T, owners: RowOwners):
 
 
 def buffer_rows(num_tokens: int, owners: RowOwners, factor: float) -> tuple[int, int]:
-    """Rows of the buffer between two devices: of the usual one, of one that always suffices.
+    """Rows of the buffer between two devices: the usual one, and one that always suffices.
 
     Args:
-        factor: times the even share of `num_tokens` different ids.
+        factor: size of the usual one, over the even share of `num_tokens` different ids.
     """
     most = min(num_tokens, owners.block)
     return min(most, math.ceil(num_tokens / owners.num_parts * factor)), most
@@ -109,9 +109,9 @@ def look_up(
     """Rows `[T, D]` of the ids, from their owners: ids out and rows back, two all-to-alls.
 
     Each device requests an id once, however many of its tokens have it. Backward, it adds up
-    their gradients and sends them in one all-to-all. Where some device has more ids for one
-    owner than the usual buffer holds, all devices use the one that always suffices: nothing is
-    dropped, and to find out costs an all-reduce of one number.
+    their gradients and sends them in one all-to-all. If some device has more ids for one owner
+    than the usual buffer holds, all devices use the one that always suffices: nothing is
+    dropped, and finding out costs an all-reduce of one number.
 
     Args:
         rows_RD: the rows that this device owns (`RowOwners.deal`).
@@ -163,7 +163,7 @@ def _forward(rows_RD, id_T, place_T, is_overflow, exchange: _Exchange):
         row_PC = all_to_all(row_PC, axes)
         rows_PCD = jnp.take(rows_RD, row_PC, axis=0, mode="fill", fill_value=0)
         x_TD = all_to_all(rows_PCD, axes)[owner_T, place_T]
-        # Kept for the backward pass, in one shape whichever buffer it was.
+        # Kept for the backward pass, in the same shape for either buffer.
         padding = ((0, 0), (0, most - C))
         return x_TD, jnp.pad(row_PC, padding, constant_values=owners.places)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunks of stacked blocks: how a stage gets those that it runs, takes one and adds to one.
+"""Chunks of stacked blocks: how a stage gets the ones that it runs, takes one and adds to one.
 
 Narayanan et al. 2021 (arXiv:2104.04473), section 2.2: of v * P chunks, stage p runs p, P + p,
 ... In the order of the blocks, which is how parameters are stored, it has p v .. p v + v - 1.

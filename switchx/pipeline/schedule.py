@@ -3,11 +3,11 @@
 
 GPipe (Huang et al. 2019, arXiv:1811.06965), 1F1B (Narayanan et al. 2019, PipeDream; Chen et
 al. 2023, Pipeline MoE, arXiv:2304.11414, section 3.2) and interleaved 1F1B (Narayanan et al.
-2021, arXiv:2104.04473, section 2.2), in lock step: in one tick a stage runs forward one
-microbatch and backward another. The forward ticks of a lane are then one window of
-v M + P - 1 ticks and so are its backward ticks, and a program that skips what no stage does
+2021, arXiv:2104.04473, section 2.2), in lock step: in one tick a stage runs one microbatch
+forward and another backward. The forward ticks of a lane are then one window of
+v M + P - 1 ticks, and so are its backward ticks, and a program that skips what no stage does
 in a tick takes (v M + P - 1) / v of a microbatch's work: exactly the bubble of the papers,
-(P - 1) / (v M + P - 1), without one stage ever doing what the others do not.
+(P - 1) / (v M + P - 1), without any stage ever doing what the others do not.
 
 The blocks of a stack are v * P chunks, and stage p holds the chunks p, P + p, ... A lane is a
 stack: an encoder-decoder has two, and every stage holds blocks of both. Pure NumPy.
@@ -24,13 +24,13 @@ from switchx.fields import check_choices, require
 
 # In the tables: no microbatch, no slot.
 NONE = -1
-# Backward costs twice forward, and once more where the stage's activations are recomputed.
+# Backward costs twice forward, and once more if the stage's activations are recomputed.
 FORWARD_WORK, BACKWARD_WORK = 1.0, 2.0
 
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleSpec:
-    """Which schedule a pipelined step follows.
+    """The schedule that a pipelined step follows.
 
     Attributes:
         kind: `gpipe` keeps the inputs of all microbatches; `1f1b` keeps the inputs of at most 2
@@ -56,11 +56,11 @@ class ScheduleSpec:
         )
 
     def build(self, num_stages: int, num_microbatches: int, num_lanes: int = 1) -> "Schedule":
-        """Builds the table for so many stages, microbatches and stacks.
+        """Builds the table for these numbers of stages, microbatches and stacks.
 
         Raises:
             ValueError: a number is below 1, or the microbatches of an interleaved schedule
-                are no multiple of the stages.
+                are not a multiple of the stages.
         """
         sizes = {"stages": num_stages, "microbatches": num_microbatches, "lanes": num_lanes}
         for name, size in sizes.items():
@@ -76,7 +76,7 @@ class ScheduleSpec:
         return _build(self, num_stages, num_microbatches, num_lanes)
 
     def num_ticks(self, num_stages: int, num_microbatches: int, num_lanes: int = 1) -> int:
-        """`Schedule.num_ticks` of the table that `build` makes, without it."""
+        """`Schedule.num_ticks` of the table that `build` makes, without making it."""
         P, M, S, v = num_stages, num_microbatches, num_lanes, self.num_chunks
         forward = (S - 1) * v * P + v * M + P - 1
         return 2 * forward if self.kind == "gpipe" else forward + S * v * P - 1
@@ -109,7 +109,7 @@ class ScheduleSpec:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Ops:
-    """The ops of one direction, by tick, stage and lane; `NONE` where there is none.
+    """The ops of one direction, by tick, stage and lane; `NONE` if there is none.
 
     Attributes:
         microbatch_TPS, chunk_TPS: microbatch and chunk of the op.
@@ -155,7 +155,7 @@ class Schedule:
         return self.forward.slot_TPS.shape[0]
 
     def require_stages(self, num_stages: int) -> None:
-        """Checks that a mesh has as many stages.
+        """Checks that a mesh has as many stages as the schedule.
 
         Raises:
             ValueError: the mesh has another number of stages.
@@ -191,9 +191,9 @@ class Schedule:
         return 1 - busy / self.time(forward, backward)
 
     def time_without_lock_step(self) -> float:
-        """The time of the same ops in the same order, each begun as soon as its input is there.
+        """The time of the same ops in the same order, each begun as soon as its input is ready.
 
-        The difference to `time` is what the common ticks cost.
+        The difference from `time` is what the common ticks cost.
         """
         works = (FORWARD_WORK / self.num_chunks, BACKWARD_WORK / self.num_chunks)
         free_P, done = [0.0] * self.num_stages, {}
@@ -227,9 +227,9 @@ def _build(spec: ScheduleSpec, P: int, M: int, num_lanes: int) -> Schedule:
     forward = lane * round_trip + stage + group + chunk * P + place
     backward = (num_lanes - 1 - lane) * round_trip + (P - 1 - stage) + group + place
     backward += (spec.num_chunks - 1 - chunk) * P
-    # The last chunk goes backward in the tick in which it went forward; in GPipe after all.
+    # The last chunk goes backward in the tick in which it went forward; in GPipe, after all.
     backward += np.max(forward) + 1 if spec.kind == "gpipe" else num_lanes * round_trip - 1
-    # Sent at the end of the tick before; the very first chunk reads tokens.
+    # Sent at the end of the previous tick; the very first chunk reads tokens.
     is_received = (lane > 0) | (chunk > 0) | (stage > 0)
     slot, num_slots = _slots(forward, backward, lane, stage, is_received, (P, num_lanes))
     shape = (int(np.max(backward)) + 1, P, num_lanes)

@@ -7,7 +7,7 @@ Chen et al. 2023 (Pipeline MoE, arXiv:2304.11414), section 3.3; Narayanan et al.
 the table says what a stage does. A tick skips an op that no stage has in it, by a condition
 that is the same on every device, so that collectives over the other axes (also inside of
 layers) are safe; a stage without an op, while others have one, computes a result that is not
-used. Backward runs a stage again from its kept input and differentiates it, so only inputs are
+used. Backward reruns a stage from its kept input and differentiates it, so only inputs are
 kept. `ppermute` passes activations on and gradients back at the end of a tick, the former while
 the backward ops run. Dims: N layers; P stages, T ticks, S lanes, v chunks of a stage
 """
@@ -76,17 +76,17 @@ def run_pipeline(
 
     Args:
         link: linear function from the last message of one lane to the first message of the
-            next. None where there is one lane.
+            next. None if there is one lane.
         blocks: parameters of each lane, stacked over N in their first dimension, which is
             split over `pipe`.
         shared: parameters that every stage has a copy of.
         inputs: other arrays that the lanes read, whole in every stage.
         replicas: axes of `replicas.py`; gradients are summed over them after the last tick, to
-            slices where an optimizer has these (`optimizer_slices.py`).
+            slices if an optimizer has these (`optimizer_slices.py`).
         input_specs: specs of the inputs over `replicas`.
 
     Raises:
-        ValueError: the mesh has other stages than the schedule.
+        ValueError: the mesh has another number of stages than the schedule.
     """
     schedule.require_stages(jax.sharding.get_abstract_mesh().shape.get(PIPE, 1))
     gradients = _Gradients(schedule, tuple(lanes), link)
@@ -143,7 +143,7 @@ class _Carry(NamedTuple):
 
 
 class _Gradients(Stage):
-    """Forward and backward of one stage: what it adds up over its ticks."""
+    """The forward and backward passes of one stage, added up over its ticks."""
 
     def __call__(self, stage_P, blocks, shared, inputs, scale) -> PipelineResult:
         schedule = self.schedule
@@ -255,7 +255,7 @@ class _Gradients(Stage):
         )
 
     def _returned(self, gradients, s: int, op: Op):
-        """The gradient of an op's message: at the last chunk, from the lane behind."""
+        """The gradient of an op's message: at the last chunk, from the next lane."""
         if s + 1 == len(self.lanes):
             behind = jax.tree.map(jnp.zeros_like, gradients[s])
         else:
@@ -265,7 +265,7 @@ class _Gradients(Stage):
 
 
 def _store(slots, message, op: Op):
-    """Puts a message into the op's slot, where it has one."""
+    """Puts a message into the op's slot, if it has one."""
 
     def store(kept, x):
         slot = jnp.maximum(op.slot, 0)
@@ -287,7 +287,7 @@ def differentiate(
     scale,
     num_stages: int = 1,
 ):
-    """Gradients by (blocks, shared, message) of all that follows, and the `Objective`; and of
+    """Gradients by (blocks, shared, message) of all that follows, and the `Objective`; and for
     this stage's part of the lane's head the gradient by `shared` and the total, or None.
     """
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the forward ops of a pipeline schedule, and returns sums, for evaluation.
 
-As in `staged.py` all stages run one program, `pipe` alone is manual, and a tick skips what no
-stage has in it. Nothing is kept from tick to tick but the messages to the next stages, and a
-stage has its own blocks alone. Microbatches take v M + P - 1 ticks.
+As in `staged.py`, all stages run one program, only `pipe` is manual, and a tick skips what no
+stage has in it. Nothing is kept from tick to tick except the messages to the next stages, and a
+stage has only its own blocks. Microbatches take v M + P - 1 ticks.
 Dims: P stages, v chunks of a stage, M microbatches
 """
 
@@ -52,10 +52,10 @@ def run_forward(
     shared,
     inputs,
 ) -> ForwardResult:
-    """Adds up what all chunks make of all microbatches; arguments as of `run_pipeline`.
+    """Adds up the results of all chunks for all microbatches; arguments as in `run_pipeline`.
 
     Raises:
-        ValueError: the mesh has other stages than the schedule.
+        ValueError: the mesh has another number of stages than the schedule.
     """
     schedule.require_stages(jax.sharding.get_abstract_mesh().shape.get(PIPE, 1))
     whole = PartitionSpec()
@@ -73,7 +73,7 @@ def run_forward(
 
 
 class _Forward(Stage):
-    """Forward of one stage."""
+    """The forward pass of one stage."""
 
     def __call__(self, stage_P, blocks, shared, inputs) -> ForwardResult:
         blocks = jax.tree.map(self.into_chunks, blocks)

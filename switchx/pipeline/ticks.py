@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tick of a pipeline's schedule on one stage: its ops, what arrives and what is sent on.
 
-`staged.py` computes gradients by them and `staged_forward.py` sums of forward passes.
+`staged.py` computes gradients with them, and `staged_forward.py` sums of forward passes.
 Dims: T ticks, P stages, S lanes, v chunks of a stage
 """
 
@@ -34,7 +34,7 @@ class Op(NamedTuple):
         is_active, any_active: whether this stage has an op, and whether any stage has one.
         is_first, is_last: whether it is the stack's first chunk, or its last.
         any_first, any_last: whether that holds on any stage, the same on all: what only end
-            stages compute is skipped where this is false, and not used where theirs is.
+            stages compute is skipped if this is false, and not used where theirs is.
         last_microbatch: microbatch of the stage with the last chunk, the same on all stages.
     """
 
@@ -82,10 +82,10 @@ class Lane:
         forward: function that returns the message for the next chunk.
         objective: function that returns the message and the rest of an `Objective`.
         message: shapes of one microbatch's message; names end in dimensions.
-        head: function that all stages compute of the last chunk's message, each of a part of
+        head: function that all stages compute for the last chunk's message, each for a part of
             its `x_BLD` along L: (shared, x_BLD, inputs, op, first) -> (its term of the
             objective, its `Objective.total`), for `op.last_microbatch` and the part that begins
-            at `first`. Parts beyond the end are zeros. None where the lane has none.
+            at `first`. Parts beyond the end are zeros. None if the lane has none.
     """
 
     forward: Callable[..., Any]
@@ -100,7 +100,7 @@ class Stage:
 
     Attributes:
         link: linear function from the last message of one lane to the first message of the
-            next. None where there is one lane.
+            next. None if there is one lane.
     """
 
     schedule: Schedule
@@ -154,12 +154,12 @@ class Stage:
 
 
 def run_if(name: str, condition, function, otherwise, *args):
-    """Returns `function(*args)` where `condition`, equal on all devices, holds, or `otherwise`.
+    """Returns `function(*args)` if `condition`, equal on all devices, holds, else `otherwise`.
 
     `otherwise` is passed in and not made in a branch: XLA has to split both results alike.
 
     Args:
-        name: name of what the condition asks, one of the names above.
+        name: name of the condition, one of the names above.
     """
     with jax.named_scope(name):
         return jax.lax.cond(
@@ -174,10 +174,10 @@ def run_if(name: str, condition, function, otherwise, *args):
 def branch_shares(schedule: Schedule) -> dict[str, Fraction]:
     """The share of the executions of a tick's conditional in which it has an op, by its name.
 
-    A compiled program does not tell these shares, since it reads them from tables.
+    A compiled program does not reveal these shares, since it reads them from tables.
     """
     active_TS = np.any(schedule.forward.is_active_TPS, axis=1)
-    num_active = int(np.sum(active_TS[:, 0]))  # of each lane, and backward as many
+    num_active = int(np.sum(active_TS[:, 0]))  # in each lane, and equally many backward
     at_end = Fraction(schedule.num_microbatches, num_active)
     return {
         IF_ACTIVE: Fraction(num_active, schedule.num_ticks),
@@ -226,7 +226,7 @@ def in_order_of_blocks(measured):
 
 
 def own_part(x_BLD, op: Op, num_stages: int):
-    """This stage's part along L of what the stage with the last chunk has, and where it begins.
+    """This stage's part, along L, of the last chunk's stage's array, and where the part begins.
 
     L is filled up with zeros to a multiple of the stages.
     """

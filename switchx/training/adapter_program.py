@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A job with `lora` as programs: adapters are trained beside a base that stays as it is.
 
-Hu et al. 2021 (LoRA, arXiv:2106.09685). The training state has the adapters alone, so
-gradients, the optimizer's state and checkpoints are theirs. The base is an argument of the
+Hu et al. 2021 (LoRA, arXiv:2106.09685). The training state has only the adapters, and so do
+gradients, the optimizer's state and checkpoints. The base is an argument of the
 step, split over the mesh by the rules of all parameters.
 """
 
@@ -45,7 +45,7 @@ class AdapterProgram(TrainingProgram):
     """The programs of a job with `lora`.
 
     Attributes:
-        record: the base and the adapters, as `adapter.json` of the run has them.
+        record: the base and the adapters, as recorded in the run's `adapter.json`.
     """
 
     def __init__(self, job: TrainingJob, run: RunFolder, devices=None):
@@ -53,15 +53,15 @@ class AdapterProgram(TrainingProgram):
 
         Raises:
             ValueError: there is no such base, it is another model than the job's or not the one
-                that the run began with, a target matches nothing, or the job has what adapters
-                exclude; and as `TrainingProgram`.
+                that the run began with, a target matches nothing, or the job has settings that
+                adapters exclude; and as in `TrainingProgram`.
         """
         require_beside_base(job)
         self.record = _record_of(job, run)
         super().__init__(job, devices)
 
     def write_records(self, run: RunFolder, *, is_new: bool) -> None:
-        self.record.write(run)  # also of a run that goes on: the base may stand elsewhere now
+        self.record.write(run)  # also for a resumed run: the base may be elsewhere now
 
     def _steps(self):
         job, spec = self.job, self.record.spec
@@ -93,7 +93,7 @@ class AdapterProgram(TrainingProgram):
 
     @functools.cached_property
     def base_params(self) -> tree.Tree:
-        """Read when they are needed first, each device its part."""
+        """The base's parameters, read when first needed, each device its part."""
         if self.record.spec.bits is None:
             return self._read()
         at = jax.tree.map(lambda leaf: leaf.sharding, self._abstract_base)
@@ -146,7 +146,7 @@ def adapted_by(base, spec: LoRASpec) -> Seam:
 
 
 def require_beside_base(job: TrainingJob) -> None:
-    """Raises ValueError where a job has what adapters exclude."""
+    """Raises ValueError if a job has settings that adapters exclude."""
     router = None if job.model.switch is None else job.model.switch.router
     counts_first = router is not None and router.counts_first and job.step.num_microbatches > 1
     for name, is_used, reason in (
@@ -170,7 +170,7 @@ def require_beside_base(job: TrainingJob) -> None:
 
 
 def _record_of(job: TrainingJob, run: RunFolder) -> AdapterRecord:
-    """The base of a new run, or that of a run that goes on.
+    """The base of a new run, or that of a resumed one.
 
     Raises:
         ValueError: see `AdapterProgram`.

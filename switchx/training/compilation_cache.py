@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiled programs are kept in a folder: JAX's persistent compilation cache, on by default.
 
-Settings by JAX's own variables and options stay; this only gives the cache a folder where
-none is set. JAX finds a program again by its text, the options, the versions of JAX and XLA,
-and the devices. Machines whose home is shared may have other CPUs, and a program with
+Settings by JAX's own variables and options stay; this only gives the cache a folder if none
+is set. JAX finds a program again by its text, the options, the versions of JAX and XLA, and
+the devices. Machines with a shared home may have different CPUs, and a program with
 instructions that a CPU lacks ends the process: each kind of CPU has a folder of its own. On
 some Intel CPUs XLA refuses its own programs, with a line about `+prefer-no-gather`, and
 compiles them again (JAX issue 38445).
@@ -23,7 +23,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from switchx.data.data_dir import cache_dir
 
 VARIABLE = "JAX_COMPILATION_CACHE_DIR"
-# Lines of /proc/cpuinfo that say what is compiled for: on x86, on Arm.
+# Lines of /proc/cpuinfo that say which CPU is compiled for: on x86, on Arm.
 _CPU_LINES = ("model name", "flags", "Features", "CPU implementer", "CPU part")
 
 
@@ -31,16 +31,16 @@ _CPU_LINES = ("model name", "flags", "Features", "CPU implementer", "CPU part")
 def compiled_programs_kept(
     shared: pathlib.Path | None, note: Callable[[str], None] = lambda text: None
 ) -> Iterator[None]:
-    """Within, JAX keeps compiled programs, and reads those that are kept; `note` says where.
+    """In this context, JAX keeps compiled programs and reads kept ones; `note` is told where.
 
-    Where JAX has no folder yet it is the user's own, `$XDG_CACHE_HOME/switchx/compiled`: who
+    If JAX has no folder yet, it is the user's own, `$XDG_CACHE_HOME/switchx/compiled`: whoever
     can write there can have code run, so no other user may. Several processes on CPUs get none:
     there JAX's keys differ by process, so that the first one would find its programs and wait,
     as long as a collective may take at most, for the others to compile theirs.
 
     Args:
-        shared: a folder that all of several processes see: JAX has only process 0 write, and
-            the others read nothing elsewhere. None is the user's own in any case.
+        shared: a folder that all of several processes see: JAX lets only process 0 write, and
+            the others read nothing elsewhere. None uses the user's own in any case.
     """
     given = jax.config.jax_compilation_cache_dir
     if given is not None or not jax.config.jax_enable_compilation_cache:
@@ -70,14 +70,14 @@ def compiled_programs_kept(
 def cpu_kind() -> str:
     """A name that CPUs of the same model and instruction sets have in common."""
     features = {platform.machine(), platform.processor()}
-    with contextlib.suppress(OSError):  # there on Linux alone
+    with contextlib.suppress(OSError):  # it exists only on Linux
         lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         features |= {line for line in lines if line.startswith(_CPU_LINES)}
     return f"cpu_{hashlib.sha256(repr(sorted(features)).encode()).hexdigest()[:12]}"
 
 
 def _own_folder(note: Callable[[str], None]) -> pathlib.Path | None:
-    """The folder, made; None, with a note, where it is not this user's alone."""
+    """The folder, created; None, with a note, if it is not this user's alone."""
     folder = cache_dir() / "compiled"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

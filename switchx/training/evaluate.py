@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evaluation: the model's sums over a fixed set of batches, and where tokens are routed.
 
-There is no randomness in it. Where the first tokens went, which the forward pass computes
+There is no randomness in it. The routing of the first tokens, which the forward pass computes
 anyway, is kept in `routing/step_000400.parquet` of the run folder, a record of
 `switchx/routing_record.py`.
 """
@@ -28,7 +28,7 @@ PLAIN_LOSS = LossConfig(layer_reduction="mean", z_loss=0.0)
 def sample_routing(
     config: ModelConfig, stats: RoutingStats | None, batch: dict
 ) -> dict[str, StackRecord]:
-    """The part of a batch's routing that is kept, by stack; nothing of a dense one."""
+    """The part of a batch's routing that is kept, by stack; nothing for a dense model."""
     if stats is None:
         return {}
     rows = sampled_rows(config, batch)
@@ -63,7 +63,7 @@ class RoutingSample:
     """The routing of an evaluation's first batches, for its record.
 
     Attributes:
-        per_task: places after which no further batch of a task is kept.
+        per_task: number of places after which no further batch of a task is kept.
     """
 
     def __init__(self, model: ModelConfig, num_tasks: int = 1):
@@ -117,7 +117,7 @@ def evaluated_sums(
 
     Args:
         step: `eval_step` with its configuration bound, jitted.
-        sample: takes in the routing of the first batches; None keeps none.
+        sample: collector of the routing of the first batches; None keeps none.
 
     Raises:
         ValueError: there is no batch.
@@ -140,13 +140,13 @@ def evaluated_sums(
 
 
 class RoutingLog:
-    """The samples of a run, written by process 0 alone."""
+    """The samples of a run, written only by process 0."""
 
     def __init__(self, folder: pathlib.Path, last_step: int):
-        """Opens the log to go on after `last_step`; -1 begins it anew.
+        """Opens the log to continue after `last_step`; -1 begins it anew.
 
-        Samples of later steps are of an attempt that ended after its last checkpoint; as in
-        `MetricsLog`, they are taken away.
+        Samples of later steps belong to an attempt that ended after its last checkpoint; as in
+        `MetricsLog`, they are removed.
         """
         self._folder = folder
         self._is_writer = jax.process_index() == 0

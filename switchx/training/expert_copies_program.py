@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job as programs where experts have copies on several devices: by load, or by task.
+"""A job as programs in which experts have copies on several devices: by load, or by task.
 
-Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 4.1. Which expert is in which slot of each
-layer is a table that a step takes after the batch: another table needs no other program.
+Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 4.1. A table that a step takes after the
+batch says which expert is in each slot of each layer: another table needs no other program.
 Dims: N Switch layers, E experts, R slots for experts, G groups, T tokens of a group
 """
 
@@ -32,7 +32,7 @@ from switchx.training.step import Seam, gradients, seam_of, train_step
 
 
 class CopiesProgram(TrainingProgram):
-    """The programs of a job whose experts may have copies; without any, those of every job.
+    """The programs of a job whose experts may have copies; without any, those of any job.
 
     Attributes:
         slot_tables: int32 `[N, R]`, the expert in each slot of every layer; () without copies.
@@ -78,7 +78,7 @@ class CopiesProgram(TrainingProgram):
         return (*super().notes, *travel)
 
     def balance(self, load_NE) -> None:
-        """Chooses again which experts have copies, and where; the next step takes them."""
+        """Chooses anew which experts have copies, and where; the next step uses them."""
         if has_copies(self.job.model):
             self.slot_tables = self._tables(load_NE)
 
@@ -130,7 +130,7 @@ def require_copies(job: TrainingJob) -> None:
 
 
 def with_copies(seam: Seam, expert_of_slot_NR) -> Seam:
-    """The seam of a step whose layers have the experts of a table; it changes no number."""
+    """The seam of a step whose layers have the experts of a table; no number changes."""
 
     def loss_of(config, loss, params, batch, **arguments):
         params = _with_tables(params, expert_of_slot_NR)
@@ -160,13 +160,13 @@ def _with_tables(params, expert_of_slot_NR):
 def task_tables(
     job: TrainingJob, mesh, rules: Rules, num_microbatches: int
 ) -> tuple[np.ndarray, ...]:
-    """Every layer's slots by task, where devices with experts have rows of their own.
+    """Every layer's slots by task, if devices with experts have rows of their own.
 
-    Nothing elsewhere, in a pipeline, in microbatches, with groups that do not divide a device's
-    rows and with experts in storage: there the configured dispatcher runs.
+    () otherwise, in a pipeline, in microbatches, with groups that do not divide a device's rows
+    and with experts in storage: the configured dispatcher then runs.
 
     Args:
-        job: job with a router by task; its own mesh and microbatches do not count.
+        job: job with a router by task; its own mesh and microbatches are not used.
         mesh: a mesh, or any object with a `shape` like a mesh's.
     """
     place = Placement.on(mesh, rules)
@@ -202,7 +202,7 @@ def task_notes(job: TrainingJob, mesh) -> tuple[str, ...]:
 
 
 def copies_refusal(switch: SwitchConfig, name: str) -> str:
-    """Why experts have no copies where `name` is used."""
+    """Why experts have no copies if `name` is used."""
     return (
         f"SwitchConfig.num_replicas={switch.num_replicas} with {name}: experts have no "
         "copies there; use num_replicas=0, or leave the other out"

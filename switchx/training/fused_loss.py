@@ -33,10 +33,10 @@ def fused_batch_loss(
     key,
     bucket_bytes: int,
 ):
-    """`training.losses.batch_loss`, in the scope of a mesh that `check_fused` has passed.
+    """`training.losses.batch_loss`, in the scope of a mesh that `check_fused` has accepted.
 
-    Its value and its raw gradients are the same, but for random numbers (dropout, the routers'
-    noise) where replicas run microbatches: their number is in the key (`own_key`).
+    Its value and raw gradients are the same, except for random numbers (dropout, the routers'
+    noise) if replicas run microbatches: a replica's number is in the key (`own_key`).
     """
     mesh, rules = jax.sharding.get_abstract_mesh(), current_rules()
     slicing = Slicing.on(mesh, rules, bucket_bytes)
@@ -60,7 +60,7 @@ def fused_batch_loss(
 
 
 def _whole_outside_blocks(params):
-    """Embedding, norms and biases of positions gathered; every block gathers its own."""
+    """Gathers embedding, norms and positional biases; every block gathers its own."""
     leaves = tree.named_leaves(params)
     outside = whole({name: leaf for name, leaf in leaves.items() if "/blocks/" not in name})
     return tree.map_named(lambda name, leaf: outside.get(name, leaf), params)
@@ -75,7 +75,7 @@ def check_fused(
     rows: int,
     lengths: tuple[int, ...],
 ) -> None:
-    """Refuses what cannot be computed so, before anything is.
+    """Refuses what cannot be computed in this way, before anything is.
 
     Args:
         rows: rows of a microbatch, over all devices.

@@ -6,7 +6,7 @@ pairs of a regular expression, which has to match a parameter's whole path, and 
 which names the path in the source, groups of the expression (`\\1`) filled in. The first that
 matches decides; None draws the parameter afresh; without a match it comes from its own path.
 A parameter of the source that nothing takes is refused, unless a rule decides for its path or
-`drop` names it. All is compared before anything is read or computed.
+`drop` names it. Everything is compared before anything is read or computed.
 """
 
 import dataclasses
@@ -67,11 +67,11 @@ class Assignment:
 
 
 def assign(init: InitConfig, names: Collection[str], sources: Collection[str]) -> Assignment:
-    """The source of every parameter in `names`, of those in `sources`.
+    """The source, out of `sources`, of every parameter in `names`.
 
     Raises:
         ValueError: a rule or a pattern of `drop` matches nothing, or a rule's replacement is no
-            path of the source, with those that are like it.
+            path of the source (similar ones are named).
     """
     found: dict[str, str | None] = {}
     replaced = []
@@ -113,7 +113,7 @@ def assign(init: InitConfig, names: Collection[str], sources: Collection[str]) -
 
 
 class Source:
-    """The checkpoint that a new run starts from; all that is wrong with it is said at once.
+    """The checkpoint that a new run starts from; everything wrong with it is reported at once.
 
     Attributes:
         step: the checkpoint's step.
@@ -125,10 +125,10 @@ class Source:
         """Compares names and shapes; reads no array.
 
         Raises:
-            ValueError: `job.init_from` is no run, of another vocabulary, or lacks the step
-                (those that are there are named); rules match nothing; parameters or the
-                optimizer's arrays are missing, left over, or of another shape or dtype (all
-                are listed).
+            ValueError: `job.init_from` is no run, has another vocabulary, or lacks the step
+                (its steps are named); rules match nothing; parameters or the optimizer's
+                arrays are missing, left over, or of another shape or dtype (all are
+                listed).
         """
         folder = _checked_folder(job)
         self.step = _step(folder, job.init.step)
@@ -210,7 +210,7 @@ class Source:
 
     @property
     def listing(self) -> str:
-        """JSON of what came from where."""
+        """JSON that says what came from where."""
         content = {"checkpoint": str(self._path), "optimizer": self._job.init.optimizer}
         content |= {"parameters": self.assignment.sources, "dropped": self.assignment.dropped}
         if decoding := read_decoding(self._folder):
@@ -253,7 +253,7 @@ class Source:
         return nested(leaves | self._drawn(fresh))
 
     def _read(self, wanted: dict[str, tuple[str, Any]]) -> dict[str, jax.Array]:
-        """Arrays by the new run's names; one that several take is read for each of them."""
+        """Arrays by the new run's names; one that several names take is read for each."""
         leaves, left = {}, dict(wanted)
         while left:
             names = {source: name for name, (source, _) in reversed(left.items())}
@@ -264,7 +264,7 @@ class Source:
         return {name: leaves[name] for name in wanted}
 
     def _read_all(self, wanted: dict[str, tuple[str, Any]]) -> dict[str, jax.Array]:
-        """The same arrays as `_read`, read whole, where layers are unstacked or stacked."""
+        """The same arrays as `_read`, read whole, if layers have to be unstacked or stacked."""
         rules, mesh = self._job.mesh.rules, self._program.mesh
         targets = {
             name: jax.ShapeDtypeStruct(
@@ -288,7 +288,7 @@ class Source:
         return leaves
 
     def _drawn(self, names: list[str]) -> dict[str, jax.Array]:
-        """Parameters as a run without a source draws them; one at a time is on the devices."""
+        """Parameters as drawn by a run without a source; one at a time is on the devices."""
         model, key = self._job.model, init_key(self._job.seed)
         rules, mesh, drawn = self._job.mesh.rules, self._program.mesh, {}
         for name in names:  # XLA leaves out what is not asked for
@@ -324,8 +324,8 @@ def _step(folder: RunFolder, step: int | Literal["best"] | None) -> int:
 
 
 def _in_layout_of(model: ModelConfig, source: ModelConfig) -> ModelConfig:
-    """The source's model with its layers scanned, where they can be, or unrolled as the new
-    one's are."""
+    """The source's model with its layers scanned or unrolled like the new one's, if they can
+    be scanned."""
     if not source.can_be_scanned:
         return source
     return dataclasses.replace(source, scan_layers=model.scan_layers)

@@ -53,13 +53,13 @@ class InitConfig:
     Attributes:
         step: the checkpoint's step; None is the newest complete one, "best" the one with the
             best score.
-        rules: pairs of a regular expression and a replacement, as T5X's `assignment_map`: the
-            first that matches a parameter's whole path says from which path of the source it
-            is taken; None draws it afresh.
-        drop: regular expressions of paths of the source that may be left over; where a rule
-            decides for a path, the source's parameter of that path may be.
+        rules: pairs of a regular expression and a replacement, as in T5X's `assignment_map`:
+            the first that matches a parameter's whole path says from which path of the source
+            it is taken; None draws it afresh.
+        drop: regular expressions of paths of the source that may be left over; if a rule
+            decides for a path, the source's parameter at that path may be left over, too.
         optimizer: whether the optimizer's state is taken too, counts included, so that
-            schedules go on; otherwise it is fresh.
+            schedules continue; otherwise it is fresh.
     """
 
     step: int | Literal["best"] | None = None
@@ -98,27 +98,27 @@ class TrainingJob:
             evaluations and checkpoints.
         eval_batches: number of batches of each task in an evaluation; None is the whole split.
         eval_at_start: whether there is an evaluation before the first step.
-        retention: policy of keeping checkpoints: the newest ones, and the best by validation.
+        retention: policy for keeping checkpoints: the newest ones, and the best by validation.
         max_skipped_in_a_row: non-finite steps in a row after which training stops.
         loss: terms of the loss.
-        step: microbatches, clipping, averages and rates by parameter of a step.
+        step: settings of a step: microbatches, clipping, averages and rates by parameter.
         mesh: mesh of the devices.
         prefetch: batches that are made ahead of the step that reads them.
-        init_from: run folder whose parameters training starts from (fine-tuning); read at
-            step 0 alone.
+        init_from: run folder whose parameters training starts from (fine-tuning); read only at
+            step 0.
         init: which checkpoint of `init_from` is read, and which parts of it.
         pipeline: schedule of the microbatches of `step` through the stages, where the mesh has
             an axis `pipe`.
-        data_dir: folder of the corpora; None takes SWITCHX_DATA_DIR, without it the cache.
+        data_dir: folder of the corpora; None takes SWITCHX_DATA_DIR or, without it, the cache.
         compiler: XLA options of the steps.
         storage: storage of the experts.
-        text_evaluation: settings of generating texts in evaluations, for the tasks' metrics;
+        text_evaluation: settings for generating texts in evaluations, for the tasks' metrics;
             None generates none.
-        metric_writers: writers of the metrics beside the run folder.
-        alarms: conditions of the routing that raise an alarm; None has no alarms.
-        distillation: the teacher that the model learns from beside the text; None has none.
-        lora: low-rank adapters that are trained in the place of the parameters, and the base
-            that they stand beside; None trains the parameters.
+        metric_writers: writers of the metrics besides the run folder.
+        alarms: conditions of the routing that raise an alarm; None raises none.
+        distillation: the teacher that the model learns from besides the text; None for none.
+        lora: low-rank adapters that are trained in place of the parameters, and the base that
+            they are added to; None trains the parameters.
     """
 
     model: ModelConfig
@@ -209,7 +209,7 @@ class TrainingJob:
             )
 
     def check_pipeline(self) -> None:
-        """Raises ValueError where there is a schedule and no stages."""
+        """Raises ValueError if there is a schedule but there are no stages."""
         require(
             self.mesh.pipe > 1 or self.pipeline == ScheduleSpec(),
             f"TrainingJob.pipeline={self.pipeline} on a mesh of one stage: nothing would "
@@ -264,7 +264,7 @@ class TrainingJob:
     def unused_storage(self) -> tuple[str, ...]:
         """Fields of `storage` that are set and have no effect there, as `name=value`.
 
-        They are no error: configs/storage/host.gin and what `switchx plan` writes are read
+        They are not an error: configs/storage/host.gin and what `switchx plan` writes are read
         after a file that may set them, and gin keeps what that one bound.
         """
         of_disk, default = ("host_bytes", "path", "policy"), StorageSpec()
@@ -297,13 +297,13 @@ class TrainingJob:
 
     @property
     def evaluated_batches(self) -> BatchConfig:
-        """Batches of evaluations, whose tasks may have bidirectional inputs where none that is
-        learnt has."""
+        """Batches of evaluations, whose tasks may have bidirectional inputs even if no task
+        that is learnt has."""
         features = self._features_of(evaluated_tasks(self.source))
         return BatchConfig(features, self.batch_size, self.packed)
 
     def loader(self, shard: Shard) -> TrainLoader:
-        """A process' part of the batches, from the first on."""
+        """A process's part of the batches, from the first on."""
         return TrainLoader(
             self.source,
             self.batches,
@@ -322,22 +322,22 @@ class TrainingJob:
 
     @property
     def sparse_lengths(self) -> list[int]:
-        """Tokens of a row, of each stack that has Switch layers."""
+        """Tokens of a row, in each stack that has Switch layers."""
         stacks = zip(("encoder", "decoder"), self.sequence_lengths, strict=True)
         return [length for stack, length in stacks if self.model.num_sparse_layers_of(stack)]
 
     def keeps_groups(self, num_microbatches: int) -> bool:
-        """Whether so many microbatches route in the groups of the whole batch."""
+        """Whether this number of microbatches routes in the groups of the whole batch."""
         switch, lengths = self.model.switch, self.sparse_lengths
         return not lengths or (
             rows_of_groups(switch, self.batch_size, lengths, num_microbatches) is not None
         )
 
     def check_vocabulary(self) -> None:
-        """Checks that the model has an embedding for every token id, and its decoder a start.
+        """Checks that the model has an embedding for every token id, and the decoder a start.
 
         Raises:
-            ValueError: the embedding has too few rows, or a decoder behind an encoder has no
+            ValueError: the embedding has too few rows, or a decoder after an encoder has no
                 token to begin with.
         """
         if self.vocabulary.size > self.model.vocab_size:
@@ -395,7 +395,7 @@ class TrainingJob:
 
 
 def require_job(job, name: str) -> None:
-    """Raises ValueError where what a function `switchx.NAME` was given is no `TrainingJob`."""
+    """Raises ValueError if the function `switchx.NAME` was not given a `TrainingJob`."""
     require(
         isinstance(job, TrainingJob),
         f"switchx.{name} takes a TrainingJob, and got {job!r:.60}; "
@@ -404,7 +404,7 @@ def require_job(job, name: str) -> None:
 
 
 def with_suited_dispatcher(model: ModelConfig, mesh: MeshSpec) -> ModelConfig:
-    """The model with the dispatcher that `auto` is on a mesh; itself where it names one."""
+    """The model with the dispatcher that `auto` means on a mesh; itself if it names one."""
     if model.switch is None or model.switch.dispatcher != "auto":
         return model
     # `data` may have several devices where it takes the rest.

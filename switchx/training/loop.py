@@ -75,8 +75,8 @@ class Outcome:
         is_finished: whether the job's last step was taken, evaluated and saved; false when a
             signal ended it early.
         last_metrics: metrics of the last logged step of this call; empty if it logged none.
-        saved: step of the newest checkpoint, 0 without one; None where it is `step`. It is an
-            earlier one where a signal's grace did not suffice for a save.
+        saved: step of the newest checkpoint, 0 without one; None if it is `step`. It is an
+            earlier step if a signal's grace period was too short for a save.
     """
 
     step: int
@@ -102,11 +102,11 @@ def train(
     Args:
         records: texts to keep in the run folder (the operative configuration, the commit),
             written once it is certain that the folder is this job's.
-        devices: devices of the mesh, some of each process; None is all devices.
-        text_evaluator: function of the job, the mesh and the defaults of decoding that returns
-            the generator of texts for `TrainingJob.text_evaluation`.
+        devices: devices of the mesh, some from each process; None uses all devices.
+        text_evaluator: function of the job, the mesh and the decoding defaults that returns
+            the `TextEvaluator` for `TrainingJob.text_evaluation`.
         profile: steps to trace into the run folder.
-        started_s: time at which this process began to work, by `time.perf_counter`; None is
+        started_s: time at which this process began to work, by `time.perf_counter`; None means
             now.
         stop_on_alarm: whether the first alarm of `TrainingJob.alarms` that is raised ends
             training.
@@ -151,7 +151,7 @@ def train(
             logger.info("opening the data")
             loader = job.loader(program.shard)
             with contextlib.closing(saving), contextlib.closing(loader):
-                # Opened once: later evaluations read what was there, whatever is done to files.
+                # Opened once: later evaluations read the same data, even if the files change.
                 evaluated = open_evaluated(job)
                 if step is None:
                     state = first_state(job, program, first, run, reporter.note)
@@ -188,7 +188,7 @@ def train(
 
 @contextlib.contextmanager
 def _full_disk_named(run: RunFolder) -> Iterator[None]:
-    """Says where there is no space: the error of a write to an open log names no file."""
+    """Says where space ran out: the error from a write to an open log names no file."""
     try:
         yield
     except OSError as error:
@@ -202,7 +202,7 @@ def _full_disk_named(run: RunFolder) -> Iterator[None]:
 
 
 class _EvaluationCut(Exception):
-    """Training is to stop before the end of an evaluation."""
+    """Training has to stop before an evaluation is complete."""
 
 
 @dataclasses.dataclass
@@ -210,7 +210,7 @@ class _Loop:
     """The steps of one call of `train`, and the state that they keep from step to step.
 
     Attributes:
-        evaluated: tasks of the evaluations, with their splits.
+        evaluated: tasks to evaluate, with their splits.
         pending: the step that was started last, its batch and its metrics, not yet read.
         stopped_by: the alarm that ends training.
         evaluated_step: the step of the newest evaluation in the log; None without one.
@@ -239,12 +239,12 @@ class _Loop:
 
     def train(self, state: TrainState) -> Outcome:
         """Opens the logs, and steps until the last step of the job, or until a signal."""
-        # A run that is begun again evaluates step 0 again.
+        # A run that starts over evaluates step 0 again.
         run, after = self.run, int(state.step) or -1
         self.skipped = SkippedBatches(run.skipped_batches)
         self.log = MetricsLog(run.metrics, run.tensorboard, after)
         self.validation = MetricsLog(run.validation, run.tensorboard / "validation", after)
-        if jax.process_index() == 0:  # of checkpoints that this run writes again
+        if jax.process_index() == 0:  # entries of checkpoints that this run writes again
             cut_after(run.evaluations, after)
         self.routing = RoutingLog(run.routing, after)
         self.alarms = None
@@ -256,7 +256,7 @@ class _Loop:
             self.texts = TextLog(spec, self.text_evaluator, run, board, after)
         evaluation = last_metrics(run.validation, after, self.job.eval_every)
         evaluated = [evaluation, last_step(run.validation, after)]
-        # As process 0 read it: others may see an older file, on a network's file system.
+        # As process 0 read it: on a network file system, others may see an older file.
         evaluation, self.evaluated_step = gathered([evaluated])[0]
         if evaluation:
             self._balance(evaluation)
@@ -299,7 +299,7 @@ class _Loop:
                     state, self.program.place_for_training(batch), *self.program.beside
                 )
             self.step_times.dispatched(metrics.loss, self.goodput.compiled_s > compiled_s)
-            self._account()  # of the step before, while this one runs
+            self._account()  # for the previous step, while this one runs
             step += 1
             self.pending = (step, batch, metrics)
             if self.profiler.ends_after(step):
@@ -318,7 +318,7 @@ class _Loop:
             if self._is_evaluated_after(step):
                 evaluation = self._evaluate(step, state)
                 is_cut = evaluation is None
-            # After a signal the grace that is left decides, below.
+            # After a signal, the remaining grace period decides, below.
             if is_saved and not self.is_stopping():
                 self._save(step, state, evaluation)
                 saved = step
@@ -349,7 +349,7 @@ class _Loop:
 
     @contextlib.contextmanager
     def _apart(self, cause: Cause) -> Iterator[None]:
-        """Counts the time within the context under `cause`, and not as training."""
+        """Counts the time spent in the context under `cause`, not as training."""
         self._account()  # the step still running belongs to training
         self.watch.stop()
         with self.goodput.during(cause):
@@ -366,7 +366,7 @@ class _Loop:
         segments = [rows for name, rows in batch.items() if name.endswith("segment_ids")]
         tokens = sum(int(np.count_nonzero(rows)) for rows in segments)
         examples = int(np.sum(np.max(batch["decoder_segment_ids"], axis=1)))
-        # Rates are of all rows; those of other processes are taken to be as full as these.
+        # Rates cover all rows; those of other processes are assumed to be as full as these.
         others = self.program.shard.count / len(self.program.shard.parts)
         self.interval.add(metrics, round(tokens * others), round(examples * others))
         self.skipped_in_a_row = int(metrics.skipped_in_a_row)
@@ -407,10 +407,10 @@ class _Loop:
             self.is_stopping.request()
 
     def _evaluate(self, step: int, state: TrainState) -> dict[str, Any] | None:
-        """Metrics of the evaluation, written into the logs.
+        """Metrics of the evaluation, which are also written to the logs.
 
-        None where training is to stop before its end: nothing of it is kept, and the run that
-        is resumed evaluates first.
+        None if training has to stop before the evaluation ends: nothing of it is kept, and the
+        resumed run evaluates first.
         """
         with self._apart("evaluation"):
             sample = RoutingSample(self.job.model, len(self.evaluated))
@@ -431,7 +431,7 @@ class _Loop:
                 metrics["texts"] = self.texts.evaluate(
                     self.program.whole_params(params), step, self.watch.read()
                 )
-            # Fails at step 0 already if no metric has the name that `retention` selects by.
+            # Fails as early as step 0 if no metric has the name that `retention` selects by.
             self.job.retention.score(metrics)
             self.validation.write(step, metrics)
             self.write("validation", step, metrics)
@@ -439,13 +439,13 @@ class _Loop:
                 self.texts.write_peaks()
             self.routing.write(step, sample)
             self.reporter.evaluated(step, metrics)
-            if step % self.job.eval_every == 0:  # not where a run happens to end
+            if step % self.job.eval_every == 0:  # not just where a run happens to end
                 self._balance(metrics)
         self.evaluated_step = step
         return metrics
 
     def _unless_stopping(self, batch: Batch) -> Batch:
-        """The batch; raises where training is to stop, in all processes at the same one."""
+        """The batch; raises if training has to stop, at the same batch in all processes."""
         if self.is_stopping():
             raise _EvaluationCut
         return batch
@@ -453,7 +453,7 @@ class _Loop:
     def _balance(self, evaluation: dict[str, Any]) -> None:
         """Passes the experts' load, summed over all tasks, to the program's `balance`.
 
-        A resumed run passes the same numbers: it reads them in the log of evaluations.
+        A resumed run passes the same numbers: it reads them from the evaluation log.
         """
         per_task = evaluation.get("tasks", {"": evaluation}).values()
         loads = [each["routing"]["load"] for each in per_task if "routing" in each]
@@ -476,10 +476,10 @@ class _Loop:
 
 
 def open_evaluated(job: TrainingJob) -> list[OpenTask]:
-    """The job's tasks of an evaluation, with their splits.
+    """The tasks that the job evaluates, opened on their evaluation splits.
 
     Raises:
-        ValueError: as `open_task`.
+        ValueError: as in `open_task`.
     """
     features = job.evaluated_batches.features
     return [
@@ -500,7 +500,7 @@ def evaluate_job(
 
     Args:
         sample: collector of the routing of each task's tokens; None collects nothing.
-        change: returns a batch of this process as it is evaluated; it gets them in their order.
+        change: function applied to each batch of this process, in order, before evaluation.
         tasks: the evaluated tasks; None opens them.
     """
     tasks = tasks or open_evaluated(job)
@@ -521,5 +521,5 @@ def evaluate_job(
     if len(tasks) == 1:
         return per_task[tasks[0].task.name]
     overall = token_metrics(total[0]) | routing_metrics(total[1])
-    overall.pop("routing", None)  # of each layer, by task
+    overall.pop("routing", None)  # reported for each layer, by task
     return overall | {"tasks": per_task}

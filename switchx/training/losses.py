@@ -32,9 +32,9 @@ class LossConfig:
     Attributes:
         balance_weight: alpha of the balance loss (Fedus et al. 2021, eq. 4: 1e-2).
         router_z_weight: weight of the router z-loss (Zoph et al. 2022: 1e-3; Switch has none).
-        layer_reduction: auxiliary losses are averaged over the sparse layers (t5x) or
-            summed (Mesh-TensorFlow, so the paper's runs). They differ by the number of
-            sparse layers, so the choice has no default that is right for both.
+        layer_reduction: reduction of auxiliary losses over the sparse layers, to the `mean`
+            (t5x) or the `sum` (Mesh-TensorFlow, so the paper's runs). They differ by the
+            number of sparse layers, so no default is right for both.
         z_loss: weight of log(Z)^2 of the output softmax (t5x: 1e-4).
         label_smoothing: probability mass spread evenly over the other tokens.
     """
@@ -81,11 +81,11 @@ def cross_entropy(
 
     With label smoothing s the target distribution is 1 - s on the target and s / (V - 1)
     on every other token; its entropy, a constant, is subtracted (t5x does the same), so a
-    perfect prediction costs 0. Targets have to be 0 to V - 1: others are
-    not told apart, `check_vocabulary` of a job is what keeps them out.
+    perfect prediction costs 0. Targets have to be 0 to V - 1: others are not detected;
+    a job's `check_vocabulary` keeps them out.
 
     Args:
-        axes: inside of a `shard_map`, those that V is split over: devices exchange what they
+        axes: inside of a `shard_map`, the axes that V is split over: devices exchange what they
             sum over V (Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3).
     """
 
@@ -101,7 +101,7 @@ def cross_entropy(
         first, V = jax.lax.axis_index(axes) * V, V * jax.lax.axis_size(axes)
     shifted_BLV = logits_BLV - max_BL[..., None]
     log_z_BL = jnp.log(sum_over_v(jnp.exp(shifted_BLV)))
-    # Not a gather: of logits that are split over V it aborts XLA's partitioner in a pipeline.
+    # Not a gather: on logits split over V, it aborts XLA's partitioner in a pipeline.
     token_BLV = jax.lax.broadcasted_iota(
         targets_BL.dtype, shifted_BLV.shape, shifted_BLV.ndim - 1
     )
@@ -132,12 +132,12 @@ def cross_entropy(
 def cross_entropy_of(
     embedding: Embedding, x_BLD, targets_BL, weights_BL, config: LossConfig
 ) -> TokenSums:
-    """`cross_entropy` of `embedding.logits(x_BLD)`, of which one part is there at a time.
+    """`cross_entropy` of `embedding.logits(x_BLD)`, of which one part exists at a time.
 
     The logits `[B, L, V]` in float32 and their gradient would be a step's largest arrays. The
     gradient of a part is computed with its sums (Hsu et al. 2024, Liger Kernel,
     arXiv:2410.10989, section 3.2): what comes backward is one number that multiplies it. So it
-    is that of `loss` alone, by activations and parameters, and there is no forward mode.
+    is that of `loss` only, by activations and parameters, and there is no forward mode.
     """
     x_BLD, weight, dims = embedding.factors(x_BLD)
 
@@ -166,7 +166,7 @@ def _sums_of_parts(config, axes, dims: str, x_PTD, weight, targets_PT, weights_P
 
 
 def _sums_and_gradients(config, axes, dims: str, x_PTD, weight, targets_PT, weights_PT):
-    """The sums, and the gradients of `loss`, in float32 at least."""
+    """The sums and the gradients of `loss`, at least in float32."""
     dtype = jnp.promote_types(weight.dtype, jnp.float32)
     product = functools.partial(jnp.einsum, preferred_element_type=dtype)
     # Values too small for float16 before the loss scale multiplies them stay in float32.
@@ -209,7 +209,7 @@ def _added(sums: TokenSums) -> TokenSums:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LossDenominators:
-    """The divisors of the loss' sums: counts over the whole batch.
+    """The divisors of the loss's sums: counts over the whole batch.
 
     They depend only on padding and on the routing groups, so they are known before any
     microbatch is run, and the terms of microbatches, stages and devices add up to the loss.
@@ -249,7 +249,7 @@ def loss_denominators(
 
 
 def _count_groups(switch: SwitchConfig, is_token_BML):
-    """Routing groups that have real tokens, as layers form them of each microbatch."""
+    """Routing groups that have real tokens, as layers form them in each microbatch."""
     B, _, L = is_token_BML.shape
     G, T = layer_groups(switch, B, L)
     into = jax.vmap(lambda is_token_BL: into_groups(is_token_BL, G, T), in_axes=1)
@@ -268,15 +268,15 @@ def loss_terms(
     *,
     stack: str | None = None,
 ):
-    """The part of the loss that these token sums and this routing are of.
+    """The part of the loss that comes from these token sums and this routing.
 
-    Parts add up, and all of them together are: cross-entropy a target token, plus the weighted
-    balance loss and router z-loss, averaged or summed over the Switch layers.
+    Parts add up; together they are the cross-entropy per target token plus the weighted balance
+    loss and router z-loss, averaged or summed over the Switch layers.
 
     Args:
         sums: token sums; None for a part without target tokens.
         stats: `[N, ...]` of all Switch layers, or of some layers of one stack; None for none.
-        stack: the stack whose layers the statistics are of; None where they are of the whole
+        stack: the stack whose layers the statistics are of; None if they are of the whole
             model.
     """
     value = jnp.zeros((), jnp.float32)
@@ -306,7 +306,7 @@ def whole_load(model: ModelConfig, params, rows: dict, keys, denominators: LossD
 
     Args:
         rows: the batch, as `into_microbatches` returns it.
-        keys: keys of the microbatches, those of the gradients: noise and so choices are equal.
+        keys: keys of the microbatches, as for the gradients: noise and thus choices are equal.
     """
 
     def counted(params, batch, key):
@@ -330,7 +330,7 @@ def whole_load(model: ModelConfig, params, rows: dict, keys, denominators: LossD
 def with_whole_load(
     model: ModelConfig, denominators: LossDenominators, stats: RoutingStats | None
 ) -> RoutingStats | None:
-    """A microbatch's statistics, whose balance loss is by the whole batch's load if known."""
+    """A microbatch's statistics, with a balance loss by the whole batch's load if known."""
     if stats is None or denominators.share_NE is None:
         return stats
     tokens_N = jnp.maximum(_by_layer(model, denominators.tokens), 1)
@@ -355,7 +355,7 @@ def batch_loss(
 ):
     """One microbatch's part of the training loss.
 
-    The gradient is that of the unsplit batch where microbatches keep its routing groups
+    The gradient is that of the unsplit batch if microbatches keep its routing groups
     (`into_microbatches`).
 
     Args:

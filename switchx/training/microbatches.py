@@ -31,7 +31,7 @@ def summed_gradients(
     """Gradients and measurements of the whole batch, summed once over the replicas.
 
     Args:
-        gradient_of: `(params, microbatch, key)` to its gradients and what it measured.
+        gradient_of: function from `(params, microbatch, key)` to gradients and measurements.
         readers: other models that read the batch; their routing groups stay whole too.
     """
     rows = into_microbatches(config, batch, num_microbatches)
@@ -53,8 +53,8 @@ def added_gradients(add: Callable, params, rows: dict, keys, zeros: Callable | N
             microbatch's gradients added, and the microbatch's measurements.
         rows: the batch, as `into_microbatches` returns it.
         keys: one random key for each microbatch.
-        zeros: function of `params` that returns the total before the first microbatch; None is
-            zeros with the parameters' shardings.
+        zeros: function of `params` that returns the total before the first microbatch; None
+            uses zeros with the parameters' shardings.
     """
     batches = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), rows)
     first = jax.tree.map(lambda x: x[0], (batches, keys))
@@ -82,7 +82,7 @@ def into_microbatches(model: ModelConfig, batch: dict, num_microbatches: int) ->
     """`[B, ...]` -> `[B / M, M, ...]`: microbatch m of M is `[:, m]`.
 
     Every M-th row is one microbatch, so that each device of a sharded batch keeps its rows.
-    Where a routing group is of several rows, these stay together (`rows_kept_together`): the
+    If a routing group has several rows, these stay together (`rows_kept_together`): the
     microbatches then route, drop and balance as the whole batch does.
     """
     M = num_microbatches
@@ -99,11 +99,11 @@ def into_microbatches(model: ModelConfig, batch: dict, num_microbatches: int) ->
 
 
 def from_microbatches(x, rows: int):
-    """`[B / M, M, ...]` -> `[B, ...]`, the way back.
+    """`[B / M, M, ...]` -> `[B, ...]`, the inverse of `into_microbatches`.
 
     Args:
-        rows: `rows_kept_together` of the whole batch; divides B / M, which may be of its first
-            rows alone.
+        rows: `rows_kept_together` of the whole batch; divides B / M, which may be that of its
+            first rows only.
     """
     B, M = x.shape[0] * x.shape[1], x.shape[1]
     x = x.reshape(B // (M * rows), rows, M, *x.shape[2:])
@@ -123,8 +123,8 @@ def rows_kept_together(model: ModelConfig, batch: dict, num_microbatches: int) -
 def own_rows_axes(rows: dict, *models: ModelConfig) -> MeshAxes:
     """The axes of the mesh in use whose devices run a microbatch's rows by themselves.
 
-    They are the axes of replicas, where each replica has whole routing groups; () where some
-    group's tokens are on several replicas, and without a mesh.
+    They are the axes of replicas if each replica has whole routing groups; () if some group's
+    tokens are on several replicas, and without a mesh.
 
     Args:
         rows: the batch, as `into_microbatches` returns it.
@@ -142,7 +142,7 @@ def own_rows_axes(rows: dict, *models: ModelConfig) -> MeshAxes:
 
 
 def has_whole_groups(model: ModelConfig, rows: int, lengths: list[int], parts: int) -> bool:
-    """Whether so many rows can be cut into parts with whole routing groups.
+    """Whether `rows` rows can be cut into parts with whole routing groups.
 
     Args:
         lengths: tokens of a row, in each stack that has Switch layers.

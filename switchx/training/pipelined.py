@@ -40,7 +40,7 @@ from switchx.training.microbatches import into_microbatches, own_rows_axes
 def build_schedule(
     config: ModelConfig, spec: ScheduleSpec, num_stages: int, num_microbatches: int
 ) -> Schedule:
-    """The schedule by which a model's stacks go through so many stages.
+    """The schedule by which a model's stacks go through `num_stages` stages.
 
     Raises:
         ValueError: the blocks of a stack, or the microbatches, do not divide; the model's
@@ -107,7 +107,7 @@ def pipelined_gradients(
 
 
 def stack_lanes(config: ModelConfig, schedule: Schedule, blocks, rows, lane) -> list[Lane]:
-    """A lane of each stack: `lane(stack, periods in a chunk, shapes of a message)`."""
+    """A lane for each stack: `lane(stack, periods in a chunk, shapes of a message)`."""
     example = jax.tree.map(lambda x: x[:, 0], rows)
     num_chunks = schedule.num_stages * schedule.num_chunks
     return [
@@ -123,7 +123,7 @@ def stack_lanes(config: ModelConfig, schedule: Schedule, blocks, rows, lane) -> 
 def stack_lane(config: ModelConfig, loss: LossConfig, name: str, num_periods: int, message):
     """A stack's chunks with their part of the loss.
 
-    Their `inputs` are a batch of `into_microbatches` as `rows`, a key of each microbatch as
+    Their `inputs` are a batch from `into_microbatches` as `rows`, a key for each microbatch as
     `keys`, and the `denominators` of the loss.
 
     Args:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job as programs where blocks are split over the stages of a pipeline, and its evaluation.
+"""A job as programs with blocks split over the stages of a pipeline, and its evaluation.
 
-Evaluation gives the same sums and the same sample of routing as `training/evaluate.py`, in the
+Evaluation gives the same sums and the same routing sample as `training/evaluate.py`, in the
 microbatches of training. No stage holds more than its own blocks.
 Dims: B batch, b rows of a microbatch, M microbatches, N layers
 """
@@ -48,8 +48,8 @@ class PipelinedProgram(TrainingProgram):
 
     @functools.cached_property
     def pipeline(self) -> Schedule:
-        """Raises ValueError where blocks or microbatches do not divide, or the rules do not
-        split blocks."""
+        """Raises ValueError if blocks or microbatches do not divide, or the rules do not split
+        blocks."""
         return _schedule(self.job, self.mesh)
 
     def _abstract_state(self):
@@ -84,12 +84,12 @@ def _schedule(job: TrainingJob, mesh) -> Schedule:
 def pipelined_eval_step(config: ModelConfig, schedule: Schedule, params, batch: dict):
     """The results of `evaluate.eval_step`, computed by the forward ops of `schedule`.
 
-    Routing groups are those of the whole batch where `into_microbatches` keeps these.
+    Routing groups are those of the whole batch if `into_microbatches` keeps them.
     """
     M = schedule.num_microbatches
     rows = into_microbatches(config, batch, M)
     together = rows_kept_together(config, batch, M)
-    # Choices are kept of so many rows of each microbatch: the batch's first ones.
+    # Choices are kept for so many rows of each microbatch: the batch's first ones.
     kept = together * -(-sampled_rows(config, batch) // (M * together)) if config.switch else 0
     blocks, shared = split_blocks(config, params)
     lane = functools.partial(eval_lane, config, M, kept)
@@ -112,10 +112,10 @@ def _with_rows(stats: RoutingStats | None, together: int) -> RoutingStats | None
 def eval_lane(
     config: ModelConfig, num_microbatches: int, kept: int, name: str, num_periods: int, message
 ) -> Lane:
-    """A stack's chunks in evaluation; their `inputs` are as those of `stack_lane`.
+    """A stack's chunks in evaluation; their `inputs` are as in `stack_lane`.
 
-    What is measured has the choices of the first `kept` rows of each microbatch, as
-    `[N, kept, M, ...]`: those of others are zeros.
+    Measurements have the choices of the first `kept` rows of each microbatch, as
+    `[N, kept, M, ...]`: those of other microbatches are zeros.
     """
     chunk = Chunk(config, name, num_periods, is_training=False)
 

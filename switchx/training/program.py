@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The programs of a job: its steps, jitted over its mesh, and the shardings of its arrays.
 
-`compiled/workload.py` describes the same step to the planner, by shapes alone.
+`compiled/workload.py` describes the same step to the planner, by shapes only.
 Dims: N sparse layers, E experts
 """
 
@@ -50,13 +50,13 @@ class TrainingProgram:
     Special tiers are subclasses, which replace `_steps`; `programs.compiled_program` picks one.
 
     Attributes:
-        abstract_state: the training state as shape structs with `shardings`, for a checkpoint
-            to be read into.
+        abstract_state: the training state as shape structs with `shardings`, into which a
+            checkpoint is read.
         experts: the experts that are in storage and not in the state; None if all are in the
             state.
         teacher_parameters: number of parameters of a teacher that is evaluated in the step; 0
             without one.
-        notes: sentences for the user, shown once a run.
+        notes: sentences for the user, shown once per run.
     """
 
     experts: Experts | None = None
@@ -139,7 +139,7 @@ class TrainingProgram:
 
     @functools.cached_property
     def shard(self) -> Shard:
-        """The parts of each batch that this process' devices hold, which it has to read.
+        """The parts of each batch that this process's devices hold, which it has to read.
 
         The parts need not be adjacent (an axis over machines that is inside of `data`). Other
         processes may hold the same parts (an axis over machines along which rows are
@@ -150,10 +150,10 @@ class TrainingProgram:
         return Shard(tuple(sorted({index[0].indices(parts)[0] for index in held})), parts)
 
     def write_records(self, run: RunFolder, *, is_new: bool) -> None:
-        """Writes into the run folder, by one process, what a special tier alone knows.
+        """Writes what only a special tier knows into the run folder, in one process.
 
         Args:
-            is_new: whether no checkpoint was there when the run was opened.
+            is_new: whether there was no checkpoint when the run was opened.
         """
 
     def scope(self):
@@ -175,7 +175,7 @@ class TrainingProgram:
         )
 
     def _prompt_notes(self) -> Iterator[str]:
-        """Inputs that are read otherwise than by the models that the run begins with."""
+        """Notes on inputs that the models that the run begins with read differently."""
         job, mixture = self.job, as_mixture(self.job.source)
         if job.model.is_encoder_decoder:
             return
@@ -200,7 +200,7 @@ class TrainingProgram:
                 )
 
     def _norm_notes(self) -> tuple[str, ...]:
-        """What a new model would rather not have; runs that have it go on."""
+        """Notes on settings that a new model should avoid; runs that have them continue."""
         model = self.job.model
         if model.qk_norm == "none" or model.scale_attention or model.build is not None:
             return ()
@@ -288,7 +288,7 @@ class TrainingProgram:
         """
 
     def whole_params(self, params):
-        """The model's parameters, of those that are trained: these."""
+        """The model's parameters, given the trained ones: the same."""
         return params
 
     def trace_step(self, batch: dict) -> jax.stages.Traced:
@@ -305,7 +305,7 @@ class TrainingProgram:
 
     @property
     def abstract_params(self):
-        """Shape structs of all parameters, with the shardings to read another run's into."""
+        """Shape structs of all parameters, with the shardings for reading another run's."""
         return self.abstract_state.params
 
     def init_state(self, params=None) -> TrainState:
@@ -353,7 +353,7 @@ class TrainingProgram:
         return tree.map_named(with_sharding, state)
 
     def place(self, batch: Batch) -> dict:
-        """The rows of this process' `shard` as part of the global batch on the devices.
+        """The rows of this process's `shard` as part of the global batch on the devices.
 
         Raises:
             ValueError: the batch has choices to replay that no model has (`moe/replay.py`).

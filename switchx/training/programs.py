@@ -33,11 +33,11 @@ logger = logging.getLogger(__name__)
 
 
 def program_of(job: TrainingJob, run: RunFolder, devices) -> TrainingProgram:
-    """The program that a job is trained by, the processes of its mesh connected.
+    """The program that trains a job, with the processes of its mesh connected.
 
     Raises:
-        ValueError: something in the job does not go together, or the run has begun with a
-            teacher that is not there any more.
+        ValueError: settings of the job do not go together, or the run began with a teacher
+            that no longer exists.
     """
     if job.lora is not None:
         program = AdapterProgram(job, run, devices)
@@ -54,11 +54,11 @@ def program_of(job: TrainingJob, run: RunFolder, devices) -> TrainingProgram:
 def compiled_program(job: TrainingJob, devices=None) -> TrainingProgram:
     """The program of a job without a teacher: that of the special tier it asks for, if any.
 
-    Experts that training has on a disk are on the devices here, for evaluation, and adapters
+    Experts that training keeps on a disk are on the devices here, for evaluation, and adapters
     are merged.
 
     Raises:
-        ValueError: something in the job does not go together.
+        ValueError: settings of the job do not go together.
     """
     require_copies(job)
     if job.storage.experts == "host":

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training state of a model whose experts were changed (`models/reshape.py`, `upcycle.py`).
 
-An expert and its router column go on with the statistics of what they are made of
-(`Reshaped.origin_NE`). Those of new parameters, and of another form, are those of a new run, at
-the count of the old one.
+An expert and its router column continue with the statistics of what they are made of
+(`Reshaped.origin_NE`). New parameters, and those of another form, get the statistics of a new
+run, at the count of the old one.
 Dims: E experts
 """
 
@@ -33,13 +33,13 @@ def reshaped_state(
     """The item `train_state` of a reshaped model, layers unrolled, and a sentence about it.
 
     Args:
-        path: checkpoint of the model before.
+        path: checkpoint of the earlier model.
         transformation: optimizer of its run.
-        earlier: configuration of the model before.
+        earlier: configuration of the earlier model.
 
     Returns:
-        None in place of the state where the checkpoint has none, or that of another optimizer,
-        or the optimizer has none of the new parameters.
+        None in place of the state if the checkpoint has none, or that of another optimizer, or
+        the optimizer has none for the new parameters.
     """
     if "train_state" not in items_of(path):
         return None, "no state of an optimizer is there to go along"
@@ -73,7 +73,7 @@ def reshaped_state(
 def _array_before(
     old: dict[str, Any], name: str, param: str | None, earlier: ModelConfig, found: Reshaped
 ) -> np.ndarray | None:
-    """What an array of the optimizer was, with the experts of the model after; None if new."""
+    """The old value of an optimizer's array, with the new model's experts; None if new."""
     layers = found.config.sparse_layer_names  # none of a dense model, whose FFNs begin anew
     names = ["{}/blocks/layer_{}".format(*layer.split()) for layer in layers]
     block, _, rest = (param or "").partition("/ffn/")

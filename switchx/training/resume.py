@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job's description in its run folder, and whether a job may go on there."""
+"""A job's description in its run folder, and whether a job may continue there."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def flat_description(job: TrainingJob) -> dict[str, Any]:
-    """A job's settings by dotted name, as `model.switch.num_experts`: numbers and texts."""
+    """A job's settings by dotted name (`model.switch.num_experts`): numbers and texts."""
     description = describe(job, "job")
     leaves = jax.tree.leaves_with_path(description, is_leaf=lambda leaf: leaf is None)
     return {
@@ -88,7 +88,7 @@ def check_same_run(run: RunFolder, job: TrainingJob) -> TrainingJob:
 
 
 def _warn_of_other_groups(num_before: int, job: TrainingJob) -> None:
-    """Microbatches change nothing but where a routing group is larger than one of them."""
+    """Microbatches change nothing, except if a routing group is larger than one of them."""
     num_now = job.step.num_microbatches
     numbers = {num_before, num_now}
     if len(numbers) > 1 and not all(map(job.keeps_groups, numbers)):
@@ -104,7 +104,7 @@ def _warn_of_other_groups(num_before: int, job: TrainingJob) -> None:
 
 
 def check_same_model(run: RunFolder, job: TrainingJob) -> TrainingJob:
-    """Checks that a run's parameters and token ids mean to a job what they were trained to.
+    """Checks that a run's parameters and token ids mean to a job what they meant in training.
 
     Returns:
         The job, whose tasks read the folder's own copy of the vocabulary.
@@ -124,7 +124,7 @@ def check_same_model(run: RunFolder, job: TrainingJob) -> TrainingJob:
 
 
 def with_vocabulary_of(run: RunFolder, job: TrainingJob) -> TrainingJob:
-    """The job with the vocabulary in a run folder in the place of its tasks' own.
+    """The job with the vocabulary in a run folder in place of its tasks' own.
 
     The vocabulary that a task names (a file, the folder that fine-tuning started from) may have
     been deleted since.
@@ -134,7 +134,7 @@ def with_vocabulary_of(run: RunFolder, job: TrainingJob) -> TrainingJob:
     """
     saved, mixture = load_vocabulary(run.root), as_mixture(job.source)
     evaluated = mixture.evaluation or ()
-    unlike = []  # which may have lists, so that they are no keys
+    unlike = []  # not a set: vocabularies may have lists, and are then not hashable
     for task in (*mixture.tasks, *evaluated):
         unlike += [task.vocabulary] * (task.vocabulary not in unlike)
     for here in unlike:
@@ -163,10 +163,10 @@ def with_vocabulary_of(run: RunFolder, job: TrainingJob) -> TrainingJob:
 def read_as_prompts(
     run: RunFolder, job: TrainingJob, note: Callable[[str], None]
 ) -> TrainingJob:
-    """The job whose evaluated inputs are read as a folder's model reads prompts.
+    """The job with evaluated inputs that are read as a folder's model reads prompts.
 
-    Where generation reads these causally, inputs do not see themselves whole. `note` is told,
-    also where inputs end with eos and prompts do not.
+    If generation reads prompts causally, inputs do not see themselves whole. `note` is told so,
+    and also if inputs end with eos and prompts do not.
 
     Raises:
         ValueError: a user's own objective has no field to say so.
@@ -189,11 +189,11 @@ def read_as_prompts(
 
 
 def read_otherwise(tasks: Iterable[Task], run: RunFolder) -> tuple[list[Task], list[Task]]:
-    """The tasks whose inputs a folder's decoder-only model reads otherwise as prompts.
+    """The tasks whose inputs a folder's decoder-only model reads differently as prompts.
 
     Returns:
-        Those whose inputs see themselves whole, where the model reads prompts causally, and
-        those whose inputs end with eos, where it puts none behind prompts.
+        Those whose inputs see themselves whole, if the model reads prompts causally, and
+        those whose inputs end with eos, if it puts none after prompts.
     """
     read = TextFormat.of_training(read_config(run).get("source"), is_encoder_decoder=False)
     whole = [each for each in tasks if each.objective.is_prefix_bidirectional]
@@ -208,7 +208,7 @@ def task_names(tasks: Iterable[Task]) -> str:
 
 
 def _causal(task: Task) -> Task:
-    """The task, each token of whose inputs attends to those before it alone."""
+    """The task, with inputs of which each token attends only to those before it."""
     objective = task.objective
     if not objective.is_prefix_bidirectional:
         return task

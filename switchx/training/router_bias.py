@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The biases that balance routers after a step, and the Switch layers of parameters.
+"""The biases that balance routers, after a step, and the Switch layers of parameters.
 
 Dims: N Switch layers, E experts
 """
@@ -17,9 +17,9 @@ from switchx.moe.stats import RoutingStats
 
 # Loss-free balancing (Wang et al. 2024, arXiv:2408.15664, algorithm 1; DeepSeek-V3,
 # arXiv:2412.19437, section 2.1.2). The bias enters the choice of experts and no gate, so it
-# adds nothing to the gradient. It is a parameter, so that it is kept, sharded and restored as
-# all parameters are, but the optimizer's update of it is thrown away. So is the load of the
-# step before, which a balance loss may compare with.
+# adds nothing to the gradient. It is a parameter, so that it is kept, sharded and restored like
+# all parameters, but the optimizer's update of it is thrown away. The same holds for the load
+# of the previous step, which a balance loss may compare with.
 
 
 def balanced_bias(router: RouterConfig, bias_NE, stats: RoutingStats):
@@ -39,7 +39,7 @@ def balanced_bias(router: RouterConfig, bias_NE, stats: RoutingStats):
     else:
         step_NE = jnp.sign(gap_NE)
     if router.bias_rule == "sign_centered":
-        # With a skewed load more experts are under the mean than over it: the bias would grow.
+        # With a skewed load more experts are below the mean than above: the bias would grow.
         step_NE -= jnp.mean(step_NE, axis=-1, keepdims=True)
     return bias_NE + rate * step_NE.astype(bias_NE.dtype)
 
@@ -61,13 +61,13 @@ def with_balanced_routers(router: RouterConfig, params, updated, stats: RoutingS
 
 
 def _shares(load_NE, stats: RoutingStats):
-    """The shares of the step's choices; the old ones of a layer that had none."""
+    """The shares of the step's choices; the old ones for a layer that had none."""
     total_N1 = jnp.sum(stats.counted_E, axis=-1, keepdims=True)
     return jnp.where(total_N1 > 0, stats.counted_E / jnp.maximum(total_N1, 1), load_NE)
 
 
 def _replaced(parameter: str, params, updated, stats: RoutingStats, move):
-    """`updated` with `move(old, statistics of its layers)` in the place of a parameter."""
+    """`updated` with `move(old, statistics of its layers)` in place of a parameter."""
     rows = layers_of(params, parameter)
 
     def one(name, old, new):
@@ -83,8 +83,8 @@ def _replaced(parameter: str, params, updated, stats: RoutingStats, move):
 def layers_of(params, parameter: str) -> dict[str, list[int]]:
     """Which Switch layers, in the order of the routing statistics, a parameter belongs to.
 
-    A stack is unrolled or a scan over its periods: then the parameter is
-    stacked, and the period's other layers stand between its rows.
+    A stack is unrolled, or a scan over its periods: then the parameter is stacked, and the
+    period's other layers come between its rows.
 
     Args:
         parameter: the end of its path; one that every Switch layer has once.

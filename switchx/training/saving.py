@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saving of a run's state: when, where, and how much of it after a signal.
 
-A run resumes from what is newest: a copy on the machines' disks (checkpoint/local_copies.py)
-or a checkpoint of its folder. A machine that is taken back gets SIGTERM and is killed after a
-grace: a save that would not be done by then is not begun. It would cost the grace and leave
-nothing.
+A run resumes from the newest state: a copy on the machines' disks (checkpoint/local_copies.py)
+or a checkpoint in its folder. A preempted machine gets SIGTERM and is killed after a grace
+period: a save that would not be done by then is not begun. It would cost the grace period and
+leave nothing.
 """
 
 import logging
@@ -32,7 +32,7 @@ Resumed = tuple[int, TrainState, list]
 
 
 class Saving:
-    """The saves of one run. Where several processes train, all of them call each method."""
+    """The saves of one run. If several processes train, all of them call each method."""
 
     def __init__(
         self,
@@ -46,12 +46,12 @@ class Saving:
         """Opens the folder of local copies, if there are to be any.
 
         Args:
-            note: called with sentences for a person.
-            is_new: the run has no checkpoint. Copies of an attempt before, which may have had
-                another configuration, are then forgotten.
+            note: function that is called with sentences for the user.
+            is_new: whether the run has no checkpoint. Copies of an earlier attempt, which may
+                have had another configuration, are then forgotten.
 
         Raises:
-            ValueError: that folder cannot be written.
+            ValueError: that folder cannot be written to.
         """
         self._run, self._retention, self._note = run, retention, note
         self._checkpointer, self._stop = checkpointer, stop
@@ -76,7 +76,7 @@ class Saving:
             found = self._checkpointer.resume(abstract_state, model=model)
             self._note(f"resumed from step {found[0]} in {checkpoints / str(found[0])}")
         if self._copies is not None:
-            self._copies.forget(lambda step: step > found[0])  # of steps that are taken again
+            self._copies.forget(lambda step: step > found[0])  # these steps are taken again
         return found
 
     def _resume_copy(
@@ -97,7 +97,7 @@ class Saving:
         """Begins a checkpoint in the run folder; see `Checkpointer.save`."""
         logger.info("saving step %d", step)
         if jax.process_index() == 0:
-            self._run.require_owned()  # before another's logs are written over
+            self._run.require_owned()  # before another's logs are overwritten
             self._run.put()  # logs until here
         self._checkpointer.save(step, state, data_state, metrics)
 
@@ -112,10 +112,10 @@ class Saving:
     def save_at_the_end(
         self, step: int, state: TrainState, data_state: Any, metrics: dict | None
     ) -> bool:
-        """Saves a state that has not been, if the grace of a signal suffices; whether it did.
+        """Saves an unsaved state if a signal's grace period suffices; returns whether it did.
 
-        It is taken to suffice where no save has been measured. Otherwise a local copy is made,
-        where there are copies.
+        It is assumed to suffice if no save has been measured. Otherwise a local copy is made,
+        if copies are kept.
         """
         left = self._seconds_left()
         needed = self._checkpointer.meter.seconds_to_save()

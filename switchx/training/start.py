@@ -61,7 +61,7 @@ def first_params(job: TrainingJob, program: TrainingProgram) -> FirstParams | No
         program: the job's program, as `program_of` returns it.
 
     Raises:
-        ValueError: the parameters are not there, are of another vocabulary, or do not fit.
+        ValueError: the parameters do not exist, are of another vocabulary, or do not fit.
     """
     if job.distillation is not None and job.distillation.starts_from_teacher:
         return _TeachersParams(program)
@@ -75,9 +75,9 @@ def first_state(
     run: RunFolder,
     note: Callable[[str], None],
 ) -> TrainState:
-    """The state at step 0, drawn or of another run.
+    """The state at step 0, drawn or from another run.
 
-    Writes into the run folder what the job is; says and keeps what came from where.
+    Writes the job's description into the run folder; reports and records what came from where.
     """
     if jax.process_index() == 0:
         write_run_config(run, job)
@@ -125,7 +125,7 @@ def require_apart(job: TrainingJob, run: RunFolder) -> None:
 
 
 def corpora_record(job: TrainingJob, run: RunFolder, note: Callable) -> dict[Path, str]:
-    """Says what of the files of the data is read, and returns it for the run folder."""
+    """Reports what is read of the data's files, and returns it for the run folder."""
     accounts = accounts_of(job.source, job.data_dir)
     for account in accounts:
         note(str(account))
@@ -135,12 +135,12 @@ def corpora_record(job: TrainingJob, run: RunFolder, note: Callable) -> dict[Pat
 def evaluator_of(
     job: TrainingJob, run: RunFolder, mesh: jax.sharding.Mesh, make
 ) -> TextEvaluator | None:
-    """The generator of texts for the job's evaluations, from `make`; None without them.
+    """The `TextEvaluator` for the job's evaluations, from `make`; None without text evaluation.
 
     It decodes by the defaults that the run has, or that it takes from where it begins.
 
     Raises:
-        ValueError: the job has some, and `make` is None.
+        ValueError: the job has text evaluation, and `make` is None.
     """
     if job.text_evaluation is None:
         return None
@@ -187,12 +187,12 @@ def params_of_job(
     step: int | Literal["best"] | None,
     mesh: MeshSpec | None,
 ) -> tuple[TrainingJob, Tree, int, str]:
-    """Parameters to use a job's model with, apart from its training.
+    """Parameters for using a job's model outside of its training.
 
     Args:
         model_dir: run folder that has them; None takes those that training begins with.
         step: the step of a checkpoint in it; None is the newest complete one.
-        mesh: the mesh over which the parameters are split; None is the default device.
+        mesh: the mesh over which the parameters are split; None uses the default device.
 
     Returns:
         The job, with the vocabulary of the folder; the parameters, their step, and a
@@ -202,7 +202,7 @@ def params_of_job(
         ValueError: the folder, the step or the source does not fit the job; a step without a
             folder; the parameters would be a teacher's.
     """
-    # Settings of training alone get their defaults: they may not fit these devices.
+    # Settings only for training get their defaults: they may not fit these devices.
     alone = {"step": StepConfig(), "pipeline": ScheduleSpec(), "storage": StorageSpec()}
     init = dataclasses.replace(job.init, optimizer=False)
     used = dataclasses.replace(job, mesh=mesh or MeshSpec(), init=init, **alone)

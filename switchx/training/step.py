@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One training step, pure: gradients over microbatches, clipping, update or skip.
+"""One training step, a pure function: gradients over microbatches, clipping, update or skip.
 
 Dims: B batch, L length, V vocabulary, N Switch layers, E experts
 """
@@ -47,7 +47,7 @@ from switchx.training.losses import (
 from switchx.training.microbatches import into_microbatches, summed_gradients
 from switchx.training.router_bias import with_balanced_routers
 
-# Dynamic loss scaling (Micikevicius et al. 2018): doubled after this many good steps.
+# Dynamic loss scaling (Micikevicius et al. 2018): the scale doubles after this many good steps.
 LOSS_SCALE_PATIENCE = 2000
 
 
@@ -61,13 +61,13 @@ class StepConfig:
         bucket_bytes: largest bucket, in bytes, in which parameters sliced over `fsdp` are
             all-gathered and their gradients reduce-scattered (`training/fused_loss.py`); None
             leaves both to the compiler.
-        rate_multipliers: pairs of a pattern of parameters' paths, those of unrolled layers
-            whatever is scanned, and the factor of their learning rate, 0 to freeze them
-            (`optim/multipliers.py`).
+        rate_multipliers: pairs of a pattern that matches parameter paths (as in unrolled
+            layers, even if layers are scanned) and the factor of their learning rate, 0 to
+            freeze them (`optim/multipliers.py`).
         ema_decay: decay of the exponential moving average of the parameters over steps, which
             evaluations during training use; None keeps no average.
         log_rms: whether the root mean squares of each parameter, its gradient and its update
-            are logged, of each expert by itself (T5X's `weight_rms`); they are computed in
+            are logged, for each expert separately (T5X's `weight_rms`); they are computed in
             every step.
     """
 
@@ -188,12 +188,12 @@ class StepMetrics:
 
     Attributes:
         sums: sums over the tokens that have a loss.
-        loss: mean loss of such a token, the routers' losses included.
+        loss: mean loss of such a token, router losses included.
         routing: statistics of the Switch layers; None for a dense model.
         grad_norm: global norm of the gradients before clipping.
         is_skipped: whether the loss or a gradient was not finite, and nothing was updated.
-        skipped_in_a_row: number of such steps up to this one.
-        rms: root mean squares by T5X's names and by parameter; empty where they are not logged.
+        skipped_in_a_row: number of such steps in a row up to this one, as in `TrainState`.
+        rms: root mean squares by T5X's names and by parameter; empty if they are not logged.
     """
 
     sums: TokenSums
@@ -206,7 +206,7 @@ class StepMetrics:
 
 
 class Seam(NamedTuple):
-    """The two functions of a step's gradients that a special tier replaces.
+    """The two functions in the computation of a step's gradients that a special tier replaces.
 
     Attributes:
         loss_of: function that returns a microbatch's loss and its terms, with the signature of
@@ -234,7 +234,7 @@ def gradients(
     """Raw gradients of `loss_scale` times the loss over the whole batch.
 
     Args:
-        seam: the two functions of a special tier; None is `seam_of(step)`.
+        seam: the two functions of a special tier; None uses `seam_of(step)`.
 
     Returns:
         Gradients, the unscaled loss, token sums, routing statistics (None for a dense model).
@@ -281,7 +281,7 @@ def train_step(
 
     Args:
         compute: function `(params, batch, *, key, loss_scale)` that returns what `gradients`
-            returns; None is `gradients` with the three configurations.
+            returns; None uses `gradients` with the three configurations.
     """
     is_half = config.precision.compute == "float16"
     compute = compute or functools.partial(gradients, config, loss, step)
@@ -290,7 +290,7 @@ def train_step(
     )
     grads = into_slices(grads)
     norm_of = global_norm if step.bucket_bytes is None else sliced_global_norm
-    # A frozen parameter's gradient has no other use, and is not computed where XLA sees it.
+    # A frozen parameter's gradient has no other use: where XLA sees that, it is not computed.
     raw_norm = norm_of(without_frozen(step.rate_multipliers, grads, config.scanned_period))
     state, metrics, _ = take_step(
         config, step, optimizer, state, grads, raw_norm, value, sums, stats
@@ -332,7 +332,7 @@ def take_step(
     clip = 1.0 if step.clip_norm is None else clip_scale(grad_norm, step.clip_norm)
 
     def update(params, opt_state, average):
-        own = into_slices(params)  # whole where the optimizer's state is
+        own = into_slices(params)  # whole where the optimizer's state is whole
         updates, opt_state = optimizer.update(
             grads, opt_state, own, gradient_scale=unscale * clip
         )

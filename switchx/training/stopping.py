@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ends training: signals, in all processes after the same step, and steps that are not
+"""The ends of training: signals, in all processes after the same step, and steps that are not
 finite.
 
-A signal reaches several processes at different steps, or one of them alone (a preempted
-machine). If each stopped at its own, the others would wait in a collective for ever.
+A signal reaches several processes at different steps, or only one of them (a preempted
+machine). If each stopped at its own step, the others would wait in a collective forever.
 """
 
 import contextlib
@@ -48,28 +48,28 @@ def diverged(path, step: int, times: int, skipped: str) -> TrainingStopped:
 
 
 class StopRequest(threading.Event):
-    """Set when this process is asked to stop."""
+    """An event that is set when this process is asked to stop."""
 
     _since: float | None = None
 
     def set(self) -> None:
-        """The first time counts."""
+        """Sets the event; only the first time counts."""
         if self._since is None:
             self._since = time.monotonic()
         super().set()
 
     @property
     def seconds(self) -> float | None:
-        """Seconds since it was set; None where it was not."""
+        """Seconds since it was set; None if it was not."""
         return None if self._since is None else time.monotonic() - self._since
 
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[StopRequest]:
-    """An event that SIGTERM and the first Ctrl-C set; a second Ctrl-C interrupts at
-    once, but for a save that is being written.
+    """An event that SIGTERM and the first Ctrl-C set; a second Ctrl-C interrupts at once,
+    except while a save is being written.
 
-    Outside of the main thread, where Python takes no signals, nothing sets it.
+    Outside of the main thread, where Python receives no signals, nothing sets it.
     """
     stop = StopRequest()
     if threading.current_thread() is not threading.main_thread():
@@ -96,7 +96,7 @@ def stop_signals() -> Iterator[StopRequest]:
 def stop_with_stdin() -> None:
     """Sends SIGTERM to this process once its standard input ends.
 
-    A pipe ends with the process that holds its other end, by SIGKILL too.
+    A pipe ends with the process that holds its other end, even by SIGKILL.
     """
 
     def watch() -> None:
@@ -108,9 +108,9 @@ def stop_with_stdin() -> None:
 
 
 class StopAgreement:
-    """Called once a step by all processes; true in all of them, or in none.
+    """Called once per step by all processes; true in all of them, or in none.
 
-    The answer is one step old where there are several: none waits for the step that runs.
+    With several processes the answer is one step old: none waits for the step that runs.
     """
 
     def __init__(self, stop: threading.Event, mesh: Mesh):

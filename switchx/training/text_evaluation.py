@@ -24,7 +24,7 @@ from switchx.fields import json_text, require, require_at_least
 from switchx.files import write_atomically
 from switchx.training.telemetry.metrics import MetricsLog, cut_files_after
 
-# Fields of a task's evaluation that are no metrics.
+# Fields of a task's evaluation that are not metrics.
 NOTES = "notes"
 COUNTS = ("examples", "examples_left_out", "outputs_unfinished", NOTES)
 
@@ -34,14 +34,14 @@ class TextEvaluation:
     """How evaluations generate texts for the inputs of the tasks that have metrics.
 
     Attributes:
-        max_examples: number of examples of each task's split that are answered, the first ones;
-            None is all of them.
+        max_examples: number of examples of each task's split that are answered, from the first
+            on; None answers all.
         batch_size: largest number of inputs in a batch.
         beam_size, max_new_tokens: beams and longest output, as in `switchx eval`; texts are
             decoded greedily or by beam search, not sampled.
-        time_share: largest number of seconds of generation for a second of training since the
-            evaluation before. Where that is too little for all examples, only the first ones
-            are answered, two batches of each task at least (one before the first step); None
+        time_share: largest number of seconds of generation per second of training since the
+            previous evaluation. If that is too little for all examples, only the first ones
+            are answered, at least two batches of each task (one before the first step); None
             answers all.
         num_samples: number of texts of each task that are kept, in `predictions/` and
             TensorBoard.
@@ -99,10 +99,10 @@ class TextEvaluator(Protocol):
 
 
 class TimeLimit:
-    """Whether there is time for another batch; the first process' clock decides for all.
+    """Whether there is time for another batch; the first process's clock decides for all.
 
     The clock starts when it is first asked: the batches before that may compile. So at first
-    any time is enough, and then the batch before says how long another one takes.
+    any time is enough, and then the previous batch says how long another one takes.
     """
 
     def __init__(self, seconds: float | None, clock: Callable[[], float] = time.perf_counter):
@@ -123,7 +123,7 @@ class TimeLimit:
 
 
 class TextLog:
-    """The evaluations of a run by texts: takes them and keeps samples and peaks."""
+    """The text evaluations of a run: runs them and keeps samples and peaks."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class TextLog:
         board: MetricsLog,
         last_step: int,
     ):
-        """Goes on after `last_step`; files of later steps are of an attempt that ended."""
+        """Continues after `last_step`; files of later steps belong to an attempt that ended."""
         self._spec = spec
         self._evaluator = evaluator
         self._run = run
@@ -190,7 +190,7 @@ class TextLog:
 def peaks(validation: pathlib.Path) -> dict[str, dict[str, dict[str, float]]]:
     """The highest score of each task's metrics over a run's evaluations, the first of equals.
 
-    The evaluation before the first step is of no checkpoint of the run and does not count.
+    The evaluation before the first step belongs to no checkpoint of the run and does not count.
 
     Args:
         validation: `validation.jsonl` of a run folder.

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of a teacher's logits: parts of batches by rows, whatever process wrote them.
+"""The folder of a teacher's logits: parts of batches by rows, whichever process wrote them.
 
     teacher.json           whose they are: fingerprint, step, K, sizes; every file's size
     rows_<part>.npz        digest_NB uint64 of the rows of N batches, row_B their numbers
-    <number>_<part>.npz    of the same rows of one batch: token_BLK int32 and logit_BLK float32,
-                           the largest first
-    vocabulary.*           the teacher's, as a run folder has it
+    <number>_<part>.npz    for the same rows of one batch: token_BLK int32 and logit_BLK
+                           float32, the largest first
+    vocabulary.*           the teacher's, as in a run folder
 
 Each process writes its part of every batch. Batches do not depend on the processes: any number
-of them finds its rows again, by what is in them.
+of processes finds its rows again, by their content.
 Dims: N batches, B rows of a part, L length, K tokens kept
 """
 
@@ -41,7 +41,7 @@ def folder_of_all(folder) -> Iterator[pathlib.Path]:
     """A folder that all processes write into; it gets its name when all have left it.
 
     Raises:
-        ValueError: something is there (`whole_folders.new_folder`), or a process does not see
+        ValueError: the folder exists (`whole_folders.new_folder`), or a process does not see
             it.
     """
     if jax.process_count() == 1:
@@ -67,14 +67,14 @@ def folder_of_all(folder) -> Iterator[pathlib.Path]:
 
 
 class LogitsWriter:
-    """Writes this process' rows of each batch, in their order."""
+    """Writes this process's rows of each batch, in order."""
 
     def __init__(self, folder: pathlib.Path, rows: Sequence[int]):
         """Writes nothing yet.
 
         Args:
             rows: numbers of the rows of the global batch that this process writes, ascending;
-                empty where other processes write all of its rows.
+                empty if other processes write all of its rows.
         """
         self._folder = folder
         self._rows = list(rows)
@@ -82,7 +82,7 @@ class LogitsWriter:
         self._digests = []
 
     def write(self, batch: Batch, token_BLK, logit_BLK) -> None:
-        """One batch, of these rows alone."""
+        """Writes one batch, of these rows only."""
         if not self._rows:
             return
         self._digests.append(row_digests(batch))
@@ -90,7 +90,7 @@ class LogitsWriter:
         self._save(name, token_BLK=token_BLK, logit_BLK=logit_BLK)
 
     def end(self) -> None:
-        """Writes which rows they are."""
+        """Writes which rows were written."""
         if self._rows:
             digests = np.stack(self._digests)
             rows = np.array(self._rows, np.int32)
@@ -110,7 +110,7 @@ class LogitsReader:
     """
 
     def __init__(self, folder: pathlib.Path):
-        """Reads the manifest; the digests when they are needed first.
+        """Reads the manifest; the digests are read when first needed.
 
         Raises:
             ValueError: the folder is missing or damaged.

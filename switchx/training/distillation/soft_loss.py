@@ -8,8 +8,8 @@ temperature, a target token costs
     (1 - s) hard + s T^2 KL(softmax(teacher / T) || softmax(student / T))
 
 where `hard` is the cross-entropy of training (`losses.py`). The KL divergence is the
-cross-entropy with the teacher's probabilities less their entropy, which is constant: the
-gradient is the same, and a student that is its teacher costs 0. T^2 keeps the gradient's size.
+cross-entropy with the teacher's probabilities minus their entropy, which is constant: the
+gradient is the same, and a student equal to its teacher costs 0. T^2 keeps the gradient's size.
 Dims: B batch, L length, V vocabulary of the student, W of the teacher, E experts
 """
 
@@ -45,8 +45,8 @@ class Distillation:
     """The teacher that a student learns from, and the weight of its soft loss.
 
     Attributes:
-        teacher: run folder of a trained or converted model, sparse or dense, or what
-            `switchx teach` wrote of one.
+        teacher: run folder of a trained or converted model, sparse or dense, or the folder that
+            `switchx teach` wrote for one.
         step: the step of the teacher's checkpoint; None is the newest complete one when the run
             begins, and the run keeps that one when it is resumed.
         soft_weight: the weight of the teacher's probabilities in the loss; the text's weight
@@ -87,8 +87,8 @@ class Teacher:
     settings: Distillation = dataclasses.field(metadata={"static": True})
 
     def logits(self, batch: dict):
-        """`[B, L, W]` of a batch: no dropout, no jitter, the capacity of evaluation."""
-        own = without_choices(batch)  # those given are of the student's experts
+        """Logits `[B, L, W]` of a batch: no dropout, no jitter, the capacity of evaluation."""
+        own = without_choices(batch)  # choices that are given are of the student's experts
         logits_BLW, _ = forward(self.config, self.params, own, is_training=False)
         return jax.lax.stop_gradient(logits_BLW)
 
@@ -118,8 +118,8 @@ def soft_loss(logits_BLV, teacher_BLW, weights_BL, temperature: float):
     """The sum of `T^2 KL(teacher || student)` over target tokens, in nats and float32.
 
     Args:
-        teacher_BLW: the teacher's logits; of ids that the student does not have they do not
-            count.
+        teacher_BLW: the teacher's logits; those of ids that the student does not have are not
+            used.
     """
     teacher_BLV = teacher_BLW[..., : logits_BLV.shape[-1]].astype(jnp.float32)
     log_p_BLV = jax.nn.log_softmax(teacher_BLV / temperature)
@@ -152,7 +152,7 @@ def distilled_batch_loss(
 ):
     """`losses.batch_loss` of a student; the teacher reads the same microbatch.
 
-    So the logits of one microbatch are there at a time.
+    So the logits of only one microbatch exist at a time.
     """
     logits_BLV, stats = forward(config, params, batch, is_training=True, key=key)
     sums = distilled_sums(logits_BLV, batch, loss, teacher)
@@ -162,7 +162,7 @@ def distilled_batch_loss(
 
 
 def taught_by(teacher: Teacher | WrittenTeacher) -> Seam:
-    """The seam of a student's step: the teacher's part of the loss, and its groups whole."""
+    """The seam of a student's step: with the teacher's part of the loss, its groups whole."""
     readers = (teacher.config,) if isinstance(teacher, Teacher) else ()
     return Seam(
         functools.partial(distilled_batch_loss, teacher=teacher),
@@ -198,7 +198,7 @@ def check_teacher(student: ModelConfig, teacher: ModelConfig, where: str) -> Non
 def with_weights_of(
     student: ModelConfig, params, teacher: ModelConfig, teacher_params
 ) -> tuple[dict, list[str]]:
-    """The student's parameters, those of layers without experts taken from the teacher.
+    """The student's parameters, with those of layers without experts taken from the teacher.
 
     They are matched by name, layers unrolled: a sparse block of the teacher gives its attention
     and norms to a dense block of the student, whose FFN stays as it was drawn.
@@ -210,7 +210,7 @@ def with_weights_of(
         Parameters in the student's layout, and names of those that were taken.
 
     Raises:
-        ValueError: a parameter that both have is of another shape, or there is none that both
+        ValueError: a parameter that both have differs in shape, or there is none that both
             have.
     """
     own = tree.named_leaves(unrolled(student, params)[1])

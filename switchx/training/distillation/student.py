@@ -45,7 +45,7 @@ class TaughtProgram(CopiesProgram):
     """The programs of a student.
 
     Attributes:
-        teacher_record: which model the teacher is, as `taught_by.json` of the run has it.
+        teacher_record: which model the teacher is, as recorded in the run's `taught_by.json`.
     """
 
     teacher_record: dict[str, Any]
@@ -70,7 +70,7 @@ class DistilledProgram(TaughtProgram):
 
         Raises:
             ValueError: there is no such teacher, it cannot teach this student, or the job has
-                stages, buckets or experts in storage; and as `TrainingProgram`.
+                stages, buckets or experts in storage; and as in `TrainingProgram`.
         """
         require_beside_step(job)
         settings = job.distillation
@@ -95,14 +95,14 @@ class DistilledProgram(TaughtProgram):
 
     @property
     def teacher_record(self) -> dict[str, Any]:
-        """Which model the teacher is; its `step` and `fingerprint` are those of a copy too."""
+        """Which model the teacher is; a copy of it has the same `step` and `fingerprint`."""
         folder, step = self.teacher_folder, self.teacher_step
         fingerprint = checkpoint_fingerprint(folder, step, load_vocabulary(folder.root))
         return {"teacher": str(folder.where), "step": step, "fingerprint": fingerprint}
 
     @functools.cached_property
     def teacher_params(self) -> tree.Tree:
-        """Read when they are needed first, each device its part."""
+        """The teacher's parameters, read when first needed, each device its part."""
         return restore_params(
             self.teacher_folder.path,
             self.teacher_step,
@@ -112,7 +112,7 @@ class DistilledProgram(TaughtProgram):
 
     @property
     def beside(self) -> tuple:
-        """The teacher's parameters, and what stands beside a student without a teacher."""
+        """The teacher's parameters, and what is beside a student without a teacher."""
         return (self.teacher_params, *super().beside)
 
     @property
@@ -121,7 +121,7 @@ class DistilledProgram(TaughtProgram):
         return (self._abstract_teacher, *super().abstract_beside)
 
     def started_params(self) -> tuple[tree.Tree, list[str]]:
-        """Freshly drawn parameters with the teacher's in them, and the names of those.
+        """Freshly drawn parameters with the teacher's among them, and the names of the latter.
 
         Raises:
             ValueError: see `distillation.with_weights_of`.
@@ -171,7 +171,7 @@ class DistilledProgram(TaughtProgram):
 
 
 def require_beside_step(job: TrainingJob) -> None:
-    """Raises ValueError where a job has stages, buckets or experts in storage."""
+    """Raises ValueError if a job has stages, buckets or experts in storage."""
     job.require_storage({})
     for name, is_used in (
         (f"MeshSpec.{PIPE}={job.mesh.pipe}", job.mesh.pipe > 1),

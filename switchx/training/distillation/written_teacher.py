@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A teacher's most probable tokens on a disk, in the place of the teacher.
+"""A teacher's most probable tokens on a disk, in place of the teacher.
 
-The loader is deterministic, so a student that is trained by the same task, seed and batches
-reads the batches that the teacher has read. `logits_folder.py` has the files.
+The loader is deterministic, so a student that is trained with the same task, seed and batches
+reads the batches that the teacher has read. `logits_folder.py` describes the files.
 
 The teacher's probabilities are those of its K tokens, divided by their sum.
 Dims: B batch, L length, V vocabulary of the student, K tokens kept
@@ -49,7 +49,7 @@ def write_logits(
     devices=None,
     note: Callable[[str], None] = lambda text: None,
 ) -> int:
-    """Writes the teacher's logits of a job's batches, of steps 1 to `train_steps`.
+    """Writes the teacher's logits for a job's batches, those of steps 1 to `train_steps`.
 
     All processes call it, and each writes its own rows.
 
@@ -57,7 +57,7 @@ def write_logits(
         job: the student's job, with a `distillation` from a run folder.
         folder: the folder to create; nothing may exist there.
         top: K, the number of tokens kept at each position.
-        note: called with sentences about the progress, for a person.
+        note: function that is called with sentences about the progress, for the user.
 
     Returns:
         Bytes of the files written, in the first process; other processes do not know it.
@@ -108,7 +108,7 @@ def write_logits(
 
 
 def _rows_to_write(program: TrainingProgram, batch_size: int) -> tuple[int, ...]:
-    """This process' rows that no process before it has."""
+    """This process's rows that no process before it has."""
     shard = program.shard
     has_part = np.isin(np.arange(shard.count), shard.parts)
     if jax.process_count() > 1:
@@ -119,13 +119,13 @@ def _rows_to_write(program: TrainingProgram, batch_size: int) -> tuple[int, ...]
 
 
 def _local_rows(array: jax.Array) -> np.ndarray:
-    """The rows of an array, split along its rows, that this process' devices hold."""
+    """The rows of an array, split along its rows, that this process's devices hold."""
     held = {each.index[0].start or 0: each.data for each in array.addressable_shards}
     return np.concatenate([np.asarray(held[start]) for start in sorted(held)])
 
 
 def has_logits(folder) -> bool:
-    """Whether a folder is one of `write_logits`."""
+    """Whether a folder was written by `write_logits`."""
     return (pathlib.Path(folder).expanduser() / MANIFEST).is_file()
 
 
@@ -136,8 +136,8 @@ class WrittenTeacherProgram(TaughtProgram):
         """Reads the manifest and the vocabulary, traces nothing.
 
         Raises:
-            ValueError: the folder does not fit the job, or the job has what no student has
-                (`require_beside_step`).
+            ValueError: the folder does not fit the job, or the job has settings that a student
+                cannot have (`require_beside_step`).
         """
         require_beside_step(job)
         settings = job.distillation
@@ -197,7 +197,7 @@ class WrittenTeacherProgram(TaughtProgram):
 
     @property
     def teacher_record(self) -> dict[str, Any]:
-        """See `DistilledProgram.teacher_record`; and how many tokens were kept of it."""
+        """See `DistilledProgram.teacher_record`; with the number of tokens that were kept."""
         return {n: self._about[n] for n in ("teacher", "step", "fingerprint", "top")}
 
     @property
@@ -214,7 +214,7 @@ def student_program(job: TrainingJob, devices=None) -> TrainingProgram:
     """The program of a job with a teacher: beside the student, or its logits on a disk.
 
     Raises:
-        ValueError: the teacher is not there, or does not fit the job.
+        ValueError: the teacher does not exist, or does not fit the job.
     """
     is_written = has_logits(job.distillation.teacher)
     return (WrittenTeacherProgram if is_written else DistilledProgram)(job, devices)

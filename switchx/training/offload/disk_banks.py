@@ -5,12 +5,12 @@ SE-MoE (Shen et al. 2022, arXiv:2205.10034), section 2.2: each process stores it
 experts. The mesh's rules split the experts of a layer into P parts, over the axes of E; a
 process has the experts of those parts that its devices hold. It has them whole: where the
 rules split an expert's matrices too (D over `fsdp`, F over `model`), a device gets its slices,
-and gradients are gathered before they leave the devices. So where an axis that does not split
+and gradients are gathered before they leave the devices. So if an axis that does not split
 the experts (`data`, `fsdp`, `model`) crosses processes, each of these has its own copy of an
 expert; their gradients are equal, to the bit, and so are the copies.
 
 Rows of experts that a step uses are moved: T of each part, as many as the part with the most of
-them has, rounded up to a power of two or to all, so that few programs are compiled.
+them has, rounded up to a power of two or to all, so that only few programs are compiled.
 Which experts are used is known to all processes, so all of them run the same programs.
 
 Dims: D model, F ffn, E experts, P parts of them, T rows of a part, X = P T rows of all parts
@@ -31,7 +31,7 @@ PADDING = -1
 
 
 class DeviceBanks:
-    """The way of a layer's experts to the devices of a mesh, and of their gradients back.
+    """Moves a layer's experts to the devices of a mesh, and their gradients back.
 
     Attributes:
         is_own_E: experts that this process stores.
@@ -82,9 +82,9 @@ class DeviceBanks:
         self._take = jax.jit(self._take_rows, static_argnums=0, out_shardings=self.sharding)
 
     def rows(self, used_E: np.ndarray) -> np.ndarray:
-        """`expert_X`: which expert's each row is, PADDING of rows of none.
+        """`expert_X`: the expert that each row belongs to, PADDING for rows of none.
 
-        In a part, experts are in their order.
+        Within a part, experts are in order.
         """
         used_PE = used_E.reshape(self._P, -1)
         most, size = int(np.max(np.sum(used_PE, axis=1))), used_PE.shape[1]
@@ -96,7 +96,7 @@ class DeviceBanks:
         return expert_PT.reshape(-1)
 
     def own_rows(self, expert_X: np.ndarray) -> np.ndarray:
-        """Numbers of the rows of experts that this process stores, in their order."""
+        """Numbers of the rows of experts that this process stores, in order."""
         return np.flatnonzero((expert_X != PADDING) & self.is_own_E[expert_X])
 
     def put(self, rows: Mapping[str, np.ndarray], expert_X: np.ndarray) -> Bank:
@@ -117,7 +117,7 @@ class DeviceBanks:
         return self._fill(placed, self._places(expert_X))
 
     def take(self, name: str, bank: Bank, expert_X: np.ndarray) -> np.ndarray:
-        """The rows of this process' experts, of one parameter of a bank, in `own_rows`."""
+        """The rows of this process's experts, of one parameter of a bank, as in `own_rows`."""
         rows = bank[name]
         is_gathered = rows.sharding.is_equivalent_to(self.sharding, rows.ndim)
         if not (is_gathered and self._is_whole(expert_X)):
@@ -125,10 +125,10 @@ class DeviceBanks:
         return self.local(rows, self.own_rows(expert_X))
 
     def local(self, array: jax.Array, rows: np.ndarray) -> np.ndarray:
-        """Rows of an array with `sharding`, of parts that are on own devices.
+        """Rows of an array with `sharding`, from parts that are on this process's devices.
 
-        They are copied, unless they are all of one part: on a CPU a view keeps the device's
-        whole array.
+        They are copied, unless they are all rows of one part: on a CPU, a view keeps the
+        device's whole array.
 
         Args:
             rows: numbers of the rows, ascending.
@@ -149,7 +149,7 @@ class DeviceBanks:
         return found
 
     def _is_whole(self, expert_X: np.ndarray) -> bool:
-        """Whether the rows are all experts in their order: the bank itself."""
+        """Whether the rows are all experts in order: the bank itself."""
         return np.array_equal(expert_X, np.arange(self._E))
 
     def _places(self, expert_X: np.ndarray) -> jax.Array:

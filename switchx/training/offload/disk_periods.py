@@ -7,9 +7,9 @@ compiles them and calls them in order. The loss, the microbatches and the keys a
 `training/step.py`, the chunks and their objective those of a pipeline (`stack_lane`), so the
 gradients are the same, on any mesh without stages.
 
-Where dense parameters have slices of D on the devices (`fsdp`), the program of a period also
+If dense parameters have slices of D on the devices (`fsdp`), the program of a period also
 gathers those of the next one (backward: of the one before), so that they are there when it
-begins: the paper's horizontal prefetch. It takes its own gathered from the period before.
+begins: the paper's horizontal prefetch. It gets its own, gathered, from the period before.
 
 Dims: B batch, L length, D model, M microbatches (in `message_shapes`: memory), J Switch layers
 of a period, E experts, S choices of a token, X choices of all tokens
@@ -92,7 +92,7 @@ def joined(results: list[Measured]):
 
 
 def stacked(stats: list[RoutingStats | None]) -> RoutingStats | None:
-    """Statistics of all layers, from those of some layers each; None where there are none."""
+    """Statistics of all layers, from those of some layers each; None if there are none."""
     found = [each for each in stats if each is not None]
     if not found:
         return None
@@ -103,7 +103,7 @@ class PeriodPrograms:
     """The functions of a model's periods that are compiled."""
 
     def __init__(self, config: ModelConfig, loss: LossConfig, num_microbatches: int):
-        # Backward computes a period again as it is; remat would do so within it once more.
+        # Backward recomputes a period anyway; remat would do so within it once more.
         self._config = dataclasses.replace(config, remat="none")
         self._replaying = _replaying(self._config)
         self._loss, self._num_microbatches = loss, num_microbatches
@@ -134,7 +134,7 @@ class PeriodPrograms:
         return inputs, self._first_message(rows), self._first_dense(blocks)
 
     def begin_eval(self, blocks, batch):
-        """The results of `begin`, where nothing is random and there is one microbatch."""
+        """The results of `begin` if nothing is random and there is one microbatch."""
         rows = jax.tree.map(lambda x: x[:, None], batch)
         return (
             {"rows": rows, "keys": None},
@@ -191,8 +191,8 @@ class PeriodPrograms:
         """A period's activations, and what its routers chose.
 
         Args:
-            dense: the period's parameters but those of experts, gathered by the period before;
-                None where `gathered_period` gives none.
+            dense: the period's parameters except those of experts, gathered by the period
+                before; None where `gathered_period` gives none.
 
         Returns:
             Activations `[M, B, L, D]`; `used_JE` by all microbatches; in evaluation, the
@@ -221,7 +221,7 @@ class PeriodPrograms:
         return message, whole(jnp.any(used_MJE, axis=0)), stats, ahead, chosen_MBLJS
 
     def _neighbour(self, kind: Kind, way: int):
-        """The number of the period after (`way` 1) or before (-1); None where there is none.
+        """The number of the period after (`way` 1) or before (-1); None if there is none.
 
         Returns:
             A function of blocks and the period's number that returns the stack and the number.
@@ -238,7 +238,7 @@ class PeriodPrograms:
         )
 
     def _used(self, stats: RoutingStats | None):
-        """`used_JE` of some layers: not their load, which knows nothing of rerouted tokens."""
+        """`used_JE` of some layers; not from their load, which ignores rerouted tokens."""
         E = self._config.switch.num_experts
         if stats is None:
             return jnp.zeros((0, E), bool)
@@ -273,8 +273,8 @@ class PeriodPrograms:
                 written.
             d_shared: gradients of the shared parameters, summed over periods; this period's are
                 added.
-            chosen_MBLJS: the choices of forward, or None. Computed again, a near tie might be
-                decided in another way, for an expert that is not in the bank.
+            chosen_MBLJS: the choices of forward, or None. If recomputed, a near tie might be
+                decided differently, for an expert that is not in the bank.
         """
         ahead = self._neighbour(kind, -1)
         ahead = ahead and gathered_period(blocks, *ahead(blocks, period))
@@ -322,7 +322,7 @@ class PeriodPrograms:
         return constrain_named(d_message), d_blocks, d_shared, d_bank, measured, ahead
 
     def _with_choices(self, stack: str, blocks, inputs, chosen_BLJS):
-        """The inputs with a period's choices in the place of every period's; it reads its
+        """The inputs with a period's choices in place of every period's; it reads only its
         own."""
         if chosen_BLJS is None:
             return inputs
@@ -336,7 +336,7 @@ class PeriodPrograms:
 
 
 def _replaying(config: ModelConfig) -> ModelConfig | None:
-    """The model with routers that take the choices given; None where they cannot be given."""
+    """The model with routers that take given choices; None if choices cannot be given."""
     switch = config.switch
     if switch is None or switch.has_attention:
         return None
@@ -348,9 +348,9 @@ def _replaying(config: ModelConfig) -> ModelConfig | None:
 
 
 def gathered_period(blocks, stack: str, period):
-    """The dense parameters `[1, ...]` of a period with all of D on each device; None where no
+    """The dense parameters `[1, ...]` of a period with all of D on each device; None if no
     device has slices of D, and a period takes its own as they are."""
-    # Sliced first and gathered then: XLA would gather the slices of all periods.
+    # Sliced first, then gathered: XLA would gather the slices of all periods.
     return gathered_params(constrain_params(_slices(blocks[stack], period)))
 
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job as programs where its experts are on a disk: `TrainingProgram`'s methods, period by
+"""A job as programs with its experts on a disk: `TrainingProgram`'s methods, period by
 period.
 
 SE-MoE (Shen et al. 2022, arXiv:2205.10034), section 2. The training state has all but the
 experts; these are records in a store (expert_records.py), of which a step has some in host
-memory and those of a few periods on the devices (disk_step.py). All else is split over the mesh
-as it is where experts are on the devices.
+memory and those of a few periods on the devices (disk_step.py). Everything else is split over
+the mesh as if experts were on the devices.
 """
 
 import contextlib
@@ -98,7 +98,7 @@ class LayeredProgram(TrainingProgram):
 
     @property
     def abstract_params(self):
-        """Shape structs of all parameters, those of experts on the host."""
+        """Shape structs of all parameters, with those of experts on the host."""
         on_host = SingleDeviceSharding(cpu_device())
         experts = {
             name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_host)
@@ -108,13 +108,13 @@ class LayeredProgram(TrainingProgram):
         return tree.nested(tree.named_leaves(self.abstract_state.params) | experts)
 
     def init_state(self, params=None) -> TrainState:
-        """A state at step 0, and records of the experts; drawn, or of given parameters."""
+        """A state at step 0, and records of the experts; drawn, or from given parameters."""
         key = init_key(self.job.seed)
         state = super().init_state(None if params is None else without_experts(params))
-        # NumPy's: arrays of one device cannot be computed with where the mesh has several.
+        # NumPy's: arrays of one device cannot be computed with if the mesh has several.
         given = {} if params is None else tree.named_leaves(params)
         leaves = {n: np.asarray(x) for n, x in given.items() if is_of_experts(n, x)}
-        # One program for all periods of a stack, which differ in their number alone.
+        # One program for all periods of a stack, which differ only in their number.
         like = {period.stack: period for period in self.experts.periods}
 
         def draw(period):
@@ -177,8 +177,8 @@ class LayeredProgram(TrainingProgram):
 
 @contextlib.contextmanager
 def _stored():
-    """Raises SaveError where a record could not be written, or what is read is damaged: from
-    the last checkpoint, training goes on."""
+    """Raises SaveError if a record could not be written, or what is read is damaged: training
+    goes on from the last checkpoint."""
     try:
         yield
     except StoreError as error:

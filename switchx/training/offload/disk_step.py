@@ -7,12 +7,12 @@ chunks and their objective those of a pipeline (`stack_lane`), so the gradients 
 
 Forward goes period by period, all microbatches of a period together, and keeps the periods'
 inputs, as remat `full` does. The experts of a period are fetched before its router has chosen:
-the experts that were chosen lately, with zeros in the place of all others. The router's choices
-are read one period late, while the next period computes. Where an expert was absent, it is
+the experts that were chosen recently, with zeros in place of all others. The router's choices
+are read one period late, while the next period computes. If an expert was absent, it is
 fetched, and this period and the later ones are computed again: a wrong guess costs time and
 changes no number.
-Backward computes each period again from its input, with just the experts that forward used, and
-gives its routers what they chose then: a near tie might be decided in another way.
+Backward recomputes each period from its input, with just the experts that forward used, and
+gives its routers what they chose then: a near tie might be decided differently.
 
 Dims: B batch, L length, D model, M microbatches (in `message_shapes`: memory), J Switch layers
 of a period, E experts, S choices of a token, X choices of all tokens
@@ -48,7 +48,7 @@ class ExpertBanks(Protocol):
         """`used_JE` of a period before its routers have chosen."""
 
     def prefetch(self, period: Period, sweep: int, used_JE: np.ndarray) -> None:
-        """Begins to read the experts that `fetch` will return, and does not wait for them."""
+        """Begins to read the experts that `fetch` will return, without waiting for them."""
 
     def fetch(self, period: Period, sweep: int, used_JE: np.ndarray) -> Bank:
         """The bank, on the device."""
@@ -98,8 +98,8 @@ class LayeredGradients:
         """Raw gradients of `loss_scale` times the loss over the whole batch.
 
         Args:
-            dense: all parameters but those of experts.
-            banks: gets the gradients of those.
+            dense: all parameters except those of experts.
+            banks: source of the experts, which receives their gradients.
 
         Returns:
             gradients of `dense`, and what each period measured (`joined` adds it up).
@@ -220,7 +220,7 @@ class LayeredGradients:
         return join_blocks(self._config, tuple(d_blocks[n] for n in names), d_shared), results
 
     def _hold(self, held, banks, sweep: int, used, numbers) -> None:
-        """Fetches the banks of these periods, unless they are there."""
+        """Fetches the banks of these periods, unless they are held already."""
         for number in numbers:
             if number not in held:
                 held[number] = banks.fetch(self.periods[number], sweep, used[number])

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings that exclude experts in host memory or on a disk: one table for all commands.
 
-Reasons that depend on the model and the mesh alone are in `models/stored_experts.py`.
+Reasons that depend only on the model and the mesh are in `models/stored_experts.py`.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ class Exclusion(NamedTuple):
     Attributes:
         name: name of the setting, such as `StepConfig.ema_decay`.
         value: function that returns the setting of a job.
-        is_free: function of the value: whether experts may be in storage with it.
+        is_free: function of the value that returns whether experts may be in storage with it.
         reason: the reason why they may not otherwise.
         way_out: the value to use instead; the other way out is experts='device'.
         tiers: storage tiers that the exclusion is about.

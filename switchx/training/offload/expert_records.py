@@ -3,11 +3,11 @@
 
 SE-MoE (Shen et al. 2022, arXiv:2205.10034), section 2.2, Figure 3: experts that will be used
 come from the disk into a cache in host memory, and from there to the device. A record changes
-by its own update alone, so a step that is not taken leaves every record as it was. A record
-that misses updates (lazy_update.py) gets them where it is fetched, and is stored with them
+only by its own update, so a step that is not taken leaves every record as it was. A record
+that misses updates (lazy_update.py) gets them when it is fetched, and is stored with them
 before an evaluation and a checkpoint, whose records are then all of one update.
 
-Where several processes train, each has the records of its own devices' experts
+If several processes train, each has the records of its own devices' experts
 (disk_banks.py), and a store, cache and prefetch of its own. Which experts a step used, and
 how many updates each has had, is known to all of them.
 
@@ -43,7 +43,7 @@ from switchx.training.offload.disk_periods import Bank
 from switchx.training.offload.lazy_update import ExpertForm, LazyUpdate
 from switchx.tree import named_leaves
 
-# Steps within which an expert was used that is fetched before the router has chosen.
+# An expert used within this many steps is fetched before the router has chosen.
 LATELY = 8
 
 _log = logging.getLogger(__name__)
@@ -140,10 +140,10 @@ class ExpertRecords:
         """Opens the store, without records.
 
         Args:
-            default: folder of the store where the job names none.
+            default: folder of the store if the job names none.
 
         Raises:
-            ValueError: another run has it open, or the folder is no store.
+            ValueError: another run has it open, or the folder is not a store.
         """
         folder, here = self._spec.path or default, jax.process_index()
         keys = self._keys(self.banks.is_own_E)
@@ -162,7 +162,7 @@ class ExpertRecords:
         if jax.process_index() == 0 and (trace := self._trace.trace()) is not None:
             try:
                 trace.save(trace_file)
-            except OSError as error:  # what the run ends with counts more
+            except OSError as error:  # how the run ends matters more
                 _log.warning(f"{trace_file} is not written ({error.strerror})")
 
     def _keys(self, is_meant_E: np.ndarray) -> list[int]:
@@ -170,7 +170,7 @@ class ExpertRecords:
         return np.flatnonzero(np.tile(is_meant_E, len(self.layout.layers))).tolist()
 
     def _empty_cache(self) -> None:
-        """All experts are then expected in the next step, and later those that were used."""
+        """Empties the cache: the next step expects all experts, later steps the used ones."""
         num_layers, sweeps = len(self.layout.layers), len(SWEEPS)
         policy = make_policy(self._spec.policy, num_layers, self._E, sweeps)
         self._cached = CachedStore(self._store, Cache(self._capacity, policy))
@@ -230,19 +230,19 @@ class ExpertRecords:
         self._forget(updates)
 
     def _forget(self, updates: int) -> None:
-        """All records are other ones now."""
+        """Forgets what was known of the records, which have all been replaced."""
         self.updates = updates
         self._updates_NE[:] = updates
         self._empty_cache()
         self._totals_before = self._totals()
 
     def save(self, folder: pathlib.Path) -> None:
-        """Keeps all records, of one update, in a folder that is whole or not there.
+        """Keeps all records, of one update, in a folder that is whole or does not exist.
 
-        Where several processes train, each keeps a part of them, in a folder of its own there.
+        If several processes train, each keeps a part of them, in a folder of its own there.
 
         Raises:
-            StoreError: there is no space, or a write failed before.
+            StoreError: there is no space, or an earlier write failed.
         """
         self.settle()
         self._cached.flush()
@@ -250,10 +250,10 @@ class ExpertRecords:
         self._store.snapshot(part, self._keys(self.banks.is_saved_E))
 
     def restore(self, folder: pathlib.Path) -> None:
-        """Takes the records of `save` in place of those that are here.
+        """Takes the records of `save` in place of the current ones.
 
         Raises:
-            RecordError: the records are not whole, or another model's or optimizer's.
+            RecordError: the records are not whole, or those of another model or optimizer.
         """
         self._store.restore(*parts_of(folder))
         self._forget(self._store.read(int(self._own_E[0])).result().updates)
@@ -345,7 +345,7 @@ class ExpertRecords:
     def metrics(self) -> dict[str, float]:
         """The counts since the last call.
 
-        `touched_share` is the share of this process' experts that an update uses, the paper's
+        `touched_share` is the share of this process's experts that an update uses, the paper's
         alpha.
         """
         totals = self._totals()

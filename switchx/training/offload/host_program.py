@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job as programs where its experts are in host memory: `TrainingProgram`'s methods.
+"""A job as programs with its experts in host memory: `TrainingProgram`'s methods.
 
 SE-MoE (Shen et al. 2022, arXiv:2205.10034), section 2. Experts, and what the optimizer keeps
-for them, are arrays of the training state like all others, but of the host's memory. A step is
+for them, are arrays of the training state like all others, but in the host's memory. A step is
 one program, for any mesh without stages (host_step.py).
 """
 
@@ -44,7 +44,7 @@ class HostProgram(TrainingProgram):
     """The programs of a job with `storage.experts="host"`.
 
     Attributes:
-        notes: sentences for the user, shown once a run.
+        notes: sentences for the user, shown once per run.
     """
 
     def __init__(self, job: TrainingJob, devices=None):
@@ -69,7 +69,7 @@ class HostProgram(TrainingProgram):
         )
 
     def require_memory(self) -> None:
-        """Checks that devices and host hold the state, and of GPUs that rings are sound.
+        """Checks that devices and host hold the state, and on GPUs that rings are sound.
 
         Raises:
             ValueError: the state does not fit; the message says how much memory there is.
@@ -135,7 +135,7 @@ class HostProgram(TrainingProgram):
         """One parameter of all layers and what the optimizer keeps for it.
 
         Args:
-            draw: from the number of a layer to the parameter's slice.
+            draw: function from the number of a layer to the parameter's slice.
         """
 
         space = jax.memory.Space.Host
@@ -164,7 +164,7 @@ class HostProgram(TrainingProgram):
 
 
 def needs_sound_ring(device) -> bool:
-    """Whether releases of JAX are known to be wrong on such a device."""
+    """Whether some releases of JAX are known to be wrong on such a device."""
     return device.platform == "gpu"
 
 

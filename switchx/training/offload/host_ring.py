@@ -3,8 +3,8 @@
 
 SE-MoE (Shen et al. 2022, arXiv:2205.10034), sections 2.2 and 3.2, for training and within one
 compiled program. The device has `slots` layers of these parameters: one is computed with while
-those that follow are copied. Backward goes on where forward ended: it runs the layers from the
-last to the first, computes each again from its input, as remat `full` does, and writes the
+the following ones are copied. Backward continues where forward ended: it runs the layers from
+the last to the first, recomputes each from its input, as remat `full` does, and writes the
 gradients of these parameters to host memory, a layer at a time.
 
 A loop's body has as many layers as there are slots, so that no slot is copied on the device.
@@ -56,7 +56,7 @@ def ring_scan(
 ):
     """`x, y_n = run(x, blocks[n], others[n], inputs)` for all n of `order_N`, one by one.
 
-    As `jax.lax.scan`, which it equals to the last bit of rounding, but for what is in memory.
+    Like `jax.lax.scan`, which it equals to the last bit of rounding, but for what is in memory.
 
     Args:
         run: the function; it must not close over arrays that are differentiated.
@@ -107,7 +107,7 @@ class _Ring:
         """`x, *rest = step((x, *rest), slot, i)` for i from 0 to N - 1.
 
         The slot of layer i is `fetch(rest, i)`, begun when the input of layer i - slots + 1 is
-        there and not before: the compiler would begin all copies at once. In the end those of
+        there and not earlier: the compiler would begin all copies at once. At the end, those of
         the layers after the last one have been fetched.
 
         Args:
@@ -218,8 +218,8 @@ _scan.defvjp(_scan_forward, _scan_backward)
 def _fetched(order_N, slots: int):
     """Numbers of the layers as forward and backward fetch them, one after the other.
 
-    An array of its own, which both read from its begin to its end. In the end `slots - 1`
-    layers are fetched that nothing computes with.
+    An array of its own, which both read from beginning to end. At the end, `slots - 1` layers
+    are fetched that nothing computes with.
     """
     after = jnp.broadcast_to(order_N[:1], (slots - 1,))
     return jax.lax.optimization_barrier(jnp.concatenate([order_N, order_N[::-1], after]))

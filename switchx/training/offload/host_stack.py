@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters of stacked layers in host memory, and their slices on the device.
 
-A `HostStack` stands in the place of a parameter's array, in a tree or in a module, and tells
-the scan over layers (`host_ring.py`) to take its slices from where it is. The type of an array
+A `HostStack` takes the place of a parameter's array, in a tree or in a module, and tells the
+scan over layers (`host_ring.py`) to take its slices from where it is. The type of an array
 has its memory space: `jax.typeof(array).memory_space`. On CPU a program has these types too,
 and one memory. Dims: N layers
 """
@@ -20,17 +20,17 @@ from switchx.partitioning.constrain import current_rules, num_devices, open_axes
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class HostStack:
-    """One parameter of all layers, in the place of its array `[N, ...]`.
+    """One parameter of all layers, in place of its array `[N, ...]`.
 
-    A gradient of it is another one: `value` has the gradients, `squares` the sum of their
+    Its gradient is another `HostStack`: `value` has the gradients, `squares` the sum of their
     squares in float32, added up slice by slice on the device.
 
     Attributes:
         value: `[N, ...]`, where it is typed to be (`jax.typeof(value).memory_space`).
         squares: 0.
         total: gradients `[N, ...]` of earlier microbatches, to which those of this one are
-            added, in place; None where there are none.
-        dims: dimension letters, as `NEDF`.
+            added, in place; None if there are none.
+        dims: dimension letters, such as `NEDF`.
         slots: layers of it on the device at once.
     """
 
@@ -61,7 +61,7 @@ def host_stacks(tree) -> list[HostStack]:
 
 
 def with_totals(params, gradients):
-    """The parameters, whose gradients in host memory are added to these of other microbatches.
+    """The parameters, with gradients in host memory to be added to these of other microbatches.
 
     Args:
         gradients: gradients of the other microbatches, of the same structure as `params`.
@@ -76,7 +76,7 @@ def with_totals(params, gradients):
 
 
 def add_gradients(totals, gradients):
-    """The sum of gradients, of which those `with_totals` have the others in them."""
+    """The sum of gradients; those of parameters `with_totals` already contain the others."""
 
     def add(total, gradient):
         if is_host_stack(gradient):
@@ -97,8 +97,8 @@ def zero_gradients(params):
     return jax.tree.map(zeros, params, is_leaf=is_host_stack)
 
 
-# Slices of what is in host memory. Where it is typed to be on the device, as in a program
-# without memory kinds, these are slices.
+# Slices of arrays in host memory. If an array is typed to be on the device, as in a program
+# without memory kinds, these are plain slices.
 
 
 def to_device(array, n):
@@ -115,15 +115,15 @@ def to_host(array, slice_, n):
 def empty(like, dims: str, space=None):
     """An array of a shape and dtype, to be written; where `like` is, or in `space`.
 
-    Not of zeros: these would be made on the device first, all of them. Nothing may read what
-    was not written.
+    It is not of zeros: these would first be made on the device, all of them. Nothing may read
+    what was not written.
     """
     return jax.device_put(_empty(like, dims), space or jax.typeof(like).memory_space)
 
 
 def _empty(like, dims: str):
-    """On the device, its own part: XLA for GPUs would make the whole one and slice that, and
-    refuses such a slice in host memory."""
+    """The array, each device making its own part: XLA for GPUs would make the whole one and
+    slice that, and refuses such a slice in host memory."""
     if num_devices() == 1:
         return jax.lax.empty(like.shape, like.dtype)
     mesh, rules = jax.sharding.get_abstract_mesh(), current_rules()
@@ -159,7 +159,7 @@ def constrained(array, dims: str):
 
 
 def slice_at(arrays, n):
-    """The n-th slices of stacked arrays of a tree, in the memory where these are."""
+    """The n-th slices of stacked arrays of a tree, in the memory where the arrays are."""
 
     def take(array):
         return jax.lax.dynamic_index_in_dim(

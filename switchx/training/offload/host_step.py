@@ -3,9 +3,9 @@
 
 SE-MoE (Shen et al. 2022, arXiv:2205.10034), section 2. Gradients are those of `step.py`, where
 `host_ring.py` takes the place of the scan over layers. The optimizer runs on one
-layer of one parameter at a time: slices are copied to the device, updated, and written where
-they were, so the device has a few slices and the host one copy of the state. The loop has no
-turns in a step that is not finite; a conditional around it would copy the arrays on GPUs.
+layer of one parameter at a time: slices are copied to the device, updated, and written back,
+so the device has a few slices and the host one copy of the state. The loop has no iterations
+in a step that is not finite; a conditional around it would copy the arrays on GPUs.
 
 AdamW is elementwise and Adafactor takes its means within one matrix of one expert, so a layer
 alone is updated as in its stack. Dims: N layers
@@ -39,12 +39,12 @@ from switchx.training.step import TrainState, gradients, seam_of, take_step
 
 
 def _remat(blocks, configured: str) -> str:
-    """The ring computes a layer again as it is; remat would do so within it once more."""
+    """The remat of blocks: none for the ring, which recomputes a layer by itself anyway."""
     return "none" if host_stacks(blocks) else configured
 
 
 def _scan(run, x_BLD, blocks, others, inputs):
-    """See `stack.scan_layers`; a stack without experts is scanned as ever."""
+    """See `stack.scan_layers`; a stack without experts is scanned as usual."""
     stacks = host_stacks(blocks)
     if not stacks:
         return scan_layers(run, x_BLD, blocks, others, inputs)
@@ -56,7 +56,7 @@ LAYERS_FROM_HOST = LayerLoop(_remat, _scan)
 
 
 def with_host_stacks(params: dict, slots: int) -> dict:
-    """The parameters, those of experts as `HostStack`s."""
+    """The parameters, with those of experts as `HostStack`s."""
 
     def stack(name, leaf):
         if not is_of_experts(name, leaf):
@@ -68,7 +68,7 @@ def with_host_stacks(params: dict, slots: int) -> dict:
 
 @dataclasses.dataclass(frozen=True)
 class SlicedState:
-    """A training state, and what it has of each parameter of the experts, `[N, ...]`.
+    """A training state, and its part for each parameter of the experts, `[N, ...]`.
 
     Attributes:
         dense: the state of all other parameters.
@@ -117,7 +117,7 @@ def host_gradients(config, loss, step, params, batch: dict, **arguments):
 
 
 def _summed_in_place(gradient_of, config, params, batch, key, num_microbatches):
-    """See `microbatches.summed_gradients`: each microbatch's are added where the sum is."""
+    """See `microbatches.summed_gradients`: each microbatch's are added to the sum in place."""
     rows = into_microbatches(config, batch, num_microbatches)
     keys = jax.random.split(key, num_microbatches)
 
@@ -166,7 +166,7 @@ def host_train_step(config, loss, step, optimizer, slots: int, state: TrainState
 
 
 def tree_of_stacks(grads: dict) -> dict:
-    """Gradients by path, a `HostStack` as one leaf."""
+    """Gradients by path, with a `HostStack` as one leaf."""
     leaves = jax.tree_util.tree_leaves_with_path(grads, is_leaf=is_host_stack)
     return {tree.path_name(path): leaf for path, leaf in leaves}
 
@@ -179,7 +179,7 @@ def sliced_update(optimizer, params, opt_state, grads, *, gradient_scale, is_fin
             layers, arrays `[N, ...]`, in host memory or not; the optimizer's scalars are
             returned as they are.
         gradient_scale: factor of the gradients.
-        is_finite: whether the step is good; where false, nothing changes.
+        is_finite: whether the step is good; if false, nothing changes.
     """
     leaves, structure = jax.tree.flatten((params, opt_state))
     is_array = [leaf.ndim > 0 for leaf in leaves]
@@ -193,7 +193,7 @@ def sliced_update(optimizer, params, opt_state, grads, *, gradient_scale, is_fin
         ]
 
     # Reading the next layer before this one is written would use both ways of the link, but
-    # Switch-Large, compiled so for TPUs, took a quarter more host memory (smaller ones not).
+    # Switch-Large, compiled so for TPUs, took a quarter more host memory (smaller models not).
     def turn(i, leaves):
         n = order_N[i]
         own, kept = jax.tree.unflatten(structure, fetch(leaves, n))

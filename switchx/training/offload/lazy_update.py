@@ -2,17 +2,17 @@
 """The optimizer for one expert at a time, late: updates that an expert missed are made up.
 
 An expert that no token chose has a gradient of zero, but its optimizer still moves it: momentum
-goes on, weights and second moments decay. Updating all experts in each step would read and
+continues, weights and second moments decay. Updating all experts in each step would read and
 write every record (SE-MoE, Shen et al. 2022, arXiv:2205.10034, section 2.1). Here a record that
 is behind by k updates gets k updates by a zero gradient before the next one by its own. All
-updates of an expert are turns of one loop of one program, which chooses the gradient when it
-runs: so the compiler makes the same code of each, and late updates are those in time, bit for
-bit. Do not take the loop away where one update is due, nor make a program of its own for a zero
-gradient: XLA fuses those in another way, and AdamW is off by an ulp.
+updates of an expert are iterations of one loop of one program, which chooses the gradient when
+it runs: so the compiler makes the same code for each, and late updates equal timely ones, bit
+for bit. Do not remove the loop where one update is due, nor make a separate program for a zero
+gradient: XLA fuses those differently, and AdamW is off by an ulp.
 
 The optimizers of PER_EXPERT (exclusions.py) compute nothing over several experts: AdamW
 is elementwise, Adafactor takes every mean, and with it update clipping and parameter scale,
-within one matrix of one expert. So an expert alone is updated as the same one in a stack.
+within one matrix of one expert. So an expert alone is updated like the same one in a stack.
 
 Dims: E experts, 1 here; D model, F ffn
 """
@@ -35,7 +35,7 @@ from switchx.storage.record import ArrayType, Record
 class ExpertForm:
     """One expert of a Switch layer as a tree of arrays `[1, ...]`, and as a record.
 
-    The tree is a training state's `params` and `opt_state` of this expert alone. An array of
+    The tree is a training state's `params` and `opt_state` for this expert only. An array of
     the record has the name of the array of the whole state that it is a part of, without that
     one's N and E. The optimizer's counts are not stored: they are the record's `updates`.
 
@@ -108,11 +108,11 @@ class LazyUpdate:
         gradient: Mapping[str, np.ndarray] | None = None,
         gradient_scale: float = 1.0,
     ) -> Record:
-        """The expert after so many updates in all, the last of them by a gradient.
+        """The expert after `updates` updates in all, the last of them by a gradient.
 
         Args:
-            gradient: raw, `[1, ...]` by path of the parameter; None if the last one was missed
-                too.
+            gradient: raw gradients, `[1, ...]` by path of the parameter; None if the last one
+                was missed too.
             gradient_scale: factor of the gradient.
         """
         if gradient is None:
@@ -127,7 +127,7 @@ class LazyUpdate:
             np.float32(gradient_scale),
         )
         with jax.set_mesh(self._mesh):
-            # It may take NumPy's memory as it is, of which nothing is written again.
+            # It may use NumPy's memory as it is, none of which is written again.
             state = self._advance(*jax.device_put(arguments, self._cpu))
         return form.record(state, updates)
 

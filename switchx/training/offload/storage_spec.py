@@ -25,9 +25,9 @@ class StorageSpec:
         slots: periods, the blocks of a stack that repeat, whose experts are on the device at
             once.
         host_bytes: bytes of host memory for records, with `disk`; None is room for all of them.
-        path: folder for the records, with `disk`; it is of this run alone and deleted when a
-            run begins. None is a folder in the run folder. Checkpoints link to the records
-            where they are on the same file system, and copy them otherwise.
+        path: folder for the records, with `disk`; it belongs to this run only and is deleted
+            when a run begins. None is a folder in the run folder. Checkpoints link to the
+            records if they are on the same file system, and copy them otherwise.
         policy: replacement policy of the host's cache: which record makes room for another.
     """
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Goodput: the share of a run's wall time in training steps, what took the rest, slow steps.
 
-Goodput and its causes as in Google's ml-goodput-measurement, which MaxText reports: what takes
-time and is no step is badput. `goodput.json` in the run folder adds up the seconds of all
+Goodput and its causes as in Google's ml-goodput-measurement, which MaxText reports: all time
+outside of steps is badput. `goodput.json` in the run folder adds up the seconds of all
 processes that trained there one after another, by the clock of process 0; time in which
 nothing ran is not counted. Every second has one cause. None of this waits for a device: a
 thread notes when each step has ended.
@@ -30,18 +30,18 @@ from switchx.files import write_atomically
 logger = logging.getLogger(__name__)
 
 # What a cause counts, and in brackets what ml-goodput-measurement calls it: `step` is from the
-# first step to the last, less the others; `start` from the command to the first step
-# (accelerator initialization, training preparation); `restart` the same of a process that
+# first step to the last, minus the others; `start` from the command to the first step
+# (accelerator initialization, training preparation); `restart` the same for a process that
 # resumes, and the steps that it takes again (checkpoint restore, wasted progress from
-# disruption); `compile` also reading from the cache (program startup); `data` where the devices
-# had no step, as the host had no batch (data loading); `checkpoint` saves as long as training
-# waits (checkpoint save).
+# disruption); `compile` also reading from the cache (program startup); `data` when the devices
+# had no step because the host had no batch (data loading); `checkpoint` saves for as long as
+# training waits (checkpoint save).
 Cause = Literal[
     "step", "start", "restart", "compile", "data", "evaluation", "checkpoint", "profile"
 ]
 # Tracing, lowering, and compiling or reading from the persistent cache.
 COMPILE_EVENTS = "/jax/core/compile/"
-# A step is slow if it takes longer than so many times the median of the last ones.
+# A step is slow if it takes longer than SLOW times the median of the last LAST_STEPS.
 SLOW, LAST_STEPS = 2.0, 100
 
 Clock = Callable[[], float]
@@ -88,10 +88,10 @@ class Goodput:
     Attributes:
         seconds: seconds by cause. `start`: until the first step of a run. `restart`: until the
             first step of a process that resumes, and steps that were lost with an earlier
-            process. `data`: the devices had no step, as the host had no batch. `compile`:
+            process. `data`: the devices had no step because the host had no batch. `compile`:
             wherever it happens. `step`: everything else between the first step and the last.
-        restarts: processes that resumed.
-        lost_steps: steps that were taken again, as they were after the last checkpoint.
+        restarts: number of processes that resumed.
+        lost_steps: steps that were taken again because they came after the last checkpoint.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Goodput:
         self.lost_steps = earlier["lost_steps"] + max(earlier["step"] - step, 0)
         saved = {int(s): each for s, each in earlier["at_checkpoints"].items()}
         self._at_checkpoints |= {s: each for s, each in saved.items() if s <= step}
-        # Where another checkpoint is resumed than was saved here, what was lost is not known.
+        # If a checkpoint that was not saved here is resumed, what was lost is not known.
         lost_s = self.seconds["step"] - self._at_checkpoints.get(step, self.seconds["step"])
         self.seconds["step"] -= lost_s
         self.seconds["restart"] += lost_s
@@ -138,11 +138,11 @@ class Goodput:
 
     @property
     def compiled_s(self) -> float:
-        """Seconds that this process compiled."""
+        """Seconds in which this process compiled."""
         return self._compiled.seconds
 
     def goes_on_with(self, cause: Cause) -> None:
-        """Counts the time until now for the cause before, and from now on for `cause`."""
+        """Counts the time until now for the previous cause, and from now on for `cause`."""
         now, compiled = self._clock(), self._compiled.seconds
         compiled_s = compiled - self._compiled_before
         self.seconds["compile"] += compiled_s
@@ -151,7 +151,7 @@ class Goodput:
 
     @contextlib.contextmanager
     def during(self, cause: Cause) -> Iterator[None]:
-        """Counts the time within the context for `cause`, and after it for the cause before."""
+        """Counts the time in the context for `cause`, and then for the previous cause again."""
         outer = self._cause
         self.goes_on_with(cause)
         try:
@@ -160,7 +160,7 @@ class Goodput:
             self.goes_on_with(outer)
 
     def waited_for_data(self, seconds: float) -> None:
-        """Counts seconds of steps as seconds of data: no step ran, as there was no batch."""
+        """Counts seconds of steps as seconds of data: no step ran, for lack of a batch."""
         self.seconds["step"] -= seconds
         self.seconds["data"] += seconds
 
@@ -176,7 +176,7 @@ class Goodput:
         }
 
     def saved(self, step: int, kept: Collection[int]) -> None:
-        """Notes that there is a checkpoint of `step`; those of others than `kept` are gone."""
+        """Notes that there is a checkpoint of `step`; those not in `kept` are gone."""
         self.goes_on_with(self._cause)
         at = {s: each for s, each in self._at_checkpoints.items() if s in kept or s == 0}
         self._at_checkpoints = at | {step: self.seconds["step"]}
@@ -185,7 +185,7 @@ class Goodput:
     def write(self, step: int) -> None:
         """Writes the file: `metrics()`, the last step, and what a resumed process needs.
 
-        A process that has not begun, as there was no step to take, leaves it as it was.
+        A process that has not begun, because there was no step to take, leaves it as it was.
         """
         if self._is_writer and self._has_begun:
             self._step = max(self._step, step)
@@ -208,8 +208,8 @@ class StepTimes:
     """When the devices of this process began and ended each step.
 
     A thread waits for each step's result, so that the loop does not. A step lasts from the end
-    of the step before to its own, or, after an evaluation, a save or a line of metrics, from
-    when that was done. Waiting for data and for other processes is in it. Steps that compile
+    of the previous step to its own, or, after an evaluation, a save or a line of metrics, from
+    when that was done. Waiting for data and for other processes is included. Steps that compile
     are left out.
     """
 
@@ -241,11 +241,11 @@ class StepTimes:
             del result  # not held while it waits for the next
 
     def goes_on(self) -> None:
-        """The host was busy with something else than steps, until now."""
+        """Notes that until now the host was busy with something other than steps."""
         self._goes_on_s = self._clock()
 
     def begins_wait(self) -> None:
-        """The host asks for the batch of the next step."""
+        """Notes that the host asks for the batch of the next step."""
         self._asked_s = self._clock()
 
     def data_wait_s(self) -> float:
@@ -257,7 +257,7 @@ class StepTimes:
         return 0.0 if self._running else self._clock() - max(start_s, self._ended_s)
 
     def dispatched(self, result: jax.Array, has_compiled: bool) -> None:
-        """The step is on its way to the devices; `result` is there when it has ended."""
+        """Notes a step on its way to the devices; `result` is ready when it has ended."""
         self._late_s += 0.0 if has_compiled else self._idle_since(self._goes_on_s)
         self._running.append((self._goes_on_s, has_compiled))
         self._results.put(result)
@@ -283,7 +283,7 @@ class StepTimes:
             process; `slow_steps`, the number of steps longer than `SLOW` times the median of
             the last `LAST_STEPS`, in the process that has most; `late_s`, most seconds in which
             the devices of a process waited for their host, `late_process`, that process, and
-            `late_median_s`, of the median process. Nothing where every step compiled.
+            `late_median_s`, of the median process. Nothing if every step compiled.
         """
         while self._running:
             self._take_end()

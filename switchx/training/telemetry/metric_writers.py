@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writers of metrics beside the run folder: Weights & Biases, or a user's own function.
+"""Writers of metrics besides the run folder: Weights & Biases, or a user's own function.
 
 `TrainingJob.metric_writers` lists them: functions `(step, metrics) -> None` that a module
 defines, and `WeightsAndBiases`. They get what TensorBoard gets, numbers by flat names, with
-`train/` or `validation/` before each; process 0 alone calls them. What a writer raises ends
-training, as an error of the disk would.
+`train/` or `validation/` before each; only process 0 calls them. An error that a writer raises
+ends training, as a disk error would.
 """
 
 import contextlib
@@ -25,11 +25,11 @@ Write = Callable[[int, dict[str, float]], None]
 
 @dataclasses.dataclass(frozen=True)
 class WeightsAndBiases:
-    """A run of Weights & Biases, which a resumed run goes on with.
+    """A run of Weights & Biases, which a resumed run continues.
 
     Attributes:
         project, entity, name: arguments of `wandb.init`; None takes its defaults.
-        mode: "offline" writes into the run folder, to be sent by `wandb sync`.
+        mode: mode of `wandb.init`; "offline" writes into the run folder, for `wandb sync`.
     """
 
     project: str
@@ -42,7 +42,7 @@ class WeightsAndBiases:
 
     @staticmethod
     def module():
-        """The package, imported here alone.
+        """The package, imported only here.
 
         Raises:
             ValueError: the package is not installed.
@@ -111,7 +111,7 @@ def require_writers(writers: Sequence[Writer]) -> None:
 def opened_writers(
     writers: Sequence[Writer], run: RunFolder, config: Mapping[str, Any]
 ) -> Iterator[Callable[[str, int, dict[str, Any]], None]]:
-    """A function `(kind, step, metrics)` that hands flat numbers to all writers.
+    """A function `(kind, step, metrics)` that passes flat numbers to all writers.
 
     Args:
         config: the job's settings, flat: value by dotted name.

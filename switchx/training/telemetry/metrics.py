@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics: from what a step measured to names and numbers, and into the run folder.
+"""Metrics: from a step's measurements to names and numbers, and into the run folder.
 
-`metrics.jsonl` holds one line a logged step, `validation.jsonl` one line an evaluation;
+`metrics.jsonl` holds one line per logged step, `validation.jsonl` one line per evaluation;
 TensorBoard gets the same scalars. `skipped_batches/` keeps the batches of steps that were not
 taken.
 """
@@ -24,11 +24,11 @@ from switchx.moe.stats import RoutingStats
 from switchx.training.losses import TokenSums
 from switchx.training.step import StepMetrics
 
-# It warns of every NaN that it is given; the loop says which step was not finite.
+# It warns about every NaN that it is given; the loop says which step was not finite.
 logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)
 
 
-# The metrics of `token_metrics` that are no counts.
+# The metrics of `token_metrics` that are not counts.
 TOKEN_METRICS = ("neg_log_perplexity", "cross_entropy", "accuracy")
 
 
@@ -38,7 +38,7 @@ def token_metrics(sums: TokenSums) -> dict[str, float]:
     Negative log perplexity is minus the mean negative log-likelihood in nats (Fedus et al.
     2021, section 2.3: natural logarithm; higher is better), without smoothing or z-loss, and
     cross-entropy is the same without the minus, in training as in validation.
-    `soft_loss` is there of a student in training (`distillation/soft_loss.py`).
+    `soft_loss` is included for a student in training (`distillation/soft_loss.py`).
     """
     tokens = max(float(sums.tokens), 1.0)
     soft = {} if sums.soft_loss is None else {"soft_loss": float(sums.soft_loss) / tokens}
@@ -53,9 +53,8 @@ def token_metrics(sums: TokenSums) -> dict[str, float]:
 def routing_metrics(stats: RoutingStats | None, violation_N=None) -> dict[str, Any]:
     """Per Switch layer, the encoder's first: lists over layers; loads are shares of tokens.
 
-    `dropped_fraction` is of all choices, of which a token may have several. How evenly experts
-    are loaded is in the words of `moe/load_evenness.py`; `load_entropy` is a share of the
-    largest.
+    `dropped_fraction` is of all choices, of which a token may have several. Evenness of load is
+    measured as in `moe/load_evenness.py`; `load_entropy` is a share of the largest possible.
 
     Args:
         violation_N: mean MaxVio of the batches that were added up; None takes that of the sums.
@@ -83,7 +82,7 @@ def routing_metrics(stats: RoutingStats | None, violation_N=None) -> dict[str, A
 def rms_metrics(rms: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The root mean squares of one step by kind and parameter; a bank's are lists over experts.
 
-    Those of stacked layers are named by their place in the stack, `repeat_0`.
+    Those of stacked layers are named by their place in the stack, such as `repeat_0`.
     """
 
     def named(name: str, value) -> Any:
@@ -99,12 +98,12 @@ def rms_metrics(rms: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 class MetricsLog:
-    """One `.jsonl` file and the same scalars in TensorBoard, written by process 0 alone."""
+    """One `.jsonl` file and the same scalars in TensorBoard, written only by process 0."""
 
     def __init__(self, path: pathlib.Path, tensorboard: pathlib.Path, last_step: int):
-        """Opens the log to go on after `last_step`; -1 begins it anew.
+        """Opens the log to continue after `last_step`; -1 begins it anew.
 
-        Lines of later steps are of an attempt that ended after its last checkpoint; the
+        Lines of later steps belong to an attempt that ended after its last checkpoint; the
         resumed run takes these steps again, so they are cut off.
         """
         self._is_writer = jax.process_index() == 0
@@ -112,7 +111,7 @@ class MetricsLog:
             return
         cut_after(path, last_step)
         self._file = path.open("a", encoding="utf-8")
-        # It imports PyTorch and the clouds' libraries where they are installed, for seconds.
+        # If installed, it imports PyTorch and the clouds' libraries, which takes seconds.
         from tensorboardX import SummaryWriter
 
         self._events = SummaryWriter(str(tensorboard), purge_step=last_step + 1)
@@ -157,7 +156,7 @@ def flat_scalars(metrics: dict[str, Any], prefix: str = "") -> dict[str, float]:
 
 
 def cut_after(path: pathlib.Path, last_step: int) -> None:
-    """Takes the lines of later steps out of a log, if it is there."""
+    """Removes the lines of later steps from a log, if it exists."""
     if not path.exists():
         return
     kept = b"".join(line + b"\n" for line in _lines_until(path, last_step))
@@ -165,7 +164,7 @@ def cut_after(path: pathlib.Path, last_step: int) -> None:
 
 
 def cut_files_after(folder: pathlib.Path, last_step: int) -> None:
-    """Takes away what was written at later steps: files `step_000123.*`, if there are any."""
+    """Removes what was written at later steps: files `step_000123.*`, if there are any."""
     for path in folder.glob("step_*"):
         step = path.stem.removeprefix("step_")
         if step.isdecimal() and int(step) > last_step:
@@ -174,14 +173,14 @@ def cut_files_after(folder: pathlib.Path, last_step: int) -> None:
 
 def _lines_until(path: pathlib.Path, last_step: int) -> Iterator[bytes]:
     for line in path.read_bytes().splitlines():
-        # The line that a killed run was writing, or what is no line of ours.
+        # The line that a killed run was writing, or something that is no line of ours.
         with contextlib.suppress(ValueError, KeyError, TypeError):
             if json.loads(line)["step"] <= last_step:
                 yield line
 
 
 def logged_lines(path: pathlib.Path, last_step: int) -> list[dict[str, Any]]:
-    """The lines of a log up to `last_step`; none where there is no log."""
+    """The lines of a log up to `last_step`; none if there is no log."""
     return [*map(json.loads, _lines_until(path, last_step) if path.exists() else ())]
 
 
@@ -209,7 +208,7 @@ class SkippedBatches:
         self._identities: list[dict] = []
 
     def keep(self, step: int, batch: Batch, metrics: StepMetrics) -> str:
-        """Writes one into the folder; returns a sentence for the log.
+        """Writes one batch into the folder; returns a sentence for the log.
 
         Args:
             metrics: the step's metrics, on the host.

@@ -2,7 +2,7 @@
 """A profile of some steps of training: a `jax.profiler` trace in the run folder.
 
 The steps are marked with `StepTraceAnnotation`, so that TensorBoard's profile plugin and
-XProf show times by step. Process 0 alone writes a trace.
+XProf show times by step. Only process 0 writes a trace.
 """
 
 import dataclasses
@@ -59,9 +59,9 @@ class StepProfiler:
         """Traces nothing yet.
 
         Args:
-            step: the last that was taken before. A run that resumes within the profiled steps,
-                as a launcher would have it, has those that are left traced; `note` says so.
-            folder: traces are written below it.
+            step: the last step that was taken before. If a run resumes within the profiled
+                steps, as under a launcher, the remaining ones are traced; `note` says so.
+            folder: folder below which traces are written.
         """
         self._steps, self._folder = steps, folder
         self._is_tracing = False
@@ -81,10 +81,10 @@ class StepProfiler:
         return jax.profiler.StepTraceAnnotation("train", step_num=step)
 
     def before(self, step: int, settle: Callable[[], None]) -> None:
-        """Starts the trace where `step` is the first profiled one.
+        """Starts the trace if `step` is the first profiled one.
 
         Args:
-            settle: waits until the devices have nothing to do.
+            settle: function that waits until the devices have nothing to do.
         """
         if self._steps is not None and step == self._steps.start + 1:
             settle()
@@ -92,7 +92,7 @@ class StepProfiler:
             self._is_tracing = True
 
     def ends_after(self, step: int) -> bool:
-        """Whether `step` is the last profiled one: `stop` is to be called when it has ended."""
+        """Whether `step` is the last profiled one: call `stop` when it has ended."""
         return self._is_tracing and step == self._steps.end
 
     def stop(self) -> None:

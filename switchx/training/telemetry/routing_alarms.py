@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Alarms of the routing: what is said of a run whose routers go wrong, while it goes wrong.
+"""Routing alarms, raised in a run while its routers go wrong.
 
 No published threshold is known to us: these are ours, from our own runs, and are fields
 (docs/routing_statistics.md). An alarm is raised when its condition begins to hold, and again
@@ -24,7 +24,7 @@ from switchx.models.config import ModelConfig
 from switchx.moe.load_evenness import DEAD_FRACTION, by_task, dead_experts
 from switchx.training.telemetry.metrics import cut_after, logged_lines
 
-# An expert without tokens may be so by chance where an even share has fewer choices.
+# With fewer choices than this in an even share, an expert may have no tokens by chance.
 FEWEST_CHOICES = 100
 # Experts that one sentence lists.
 MOST_NAMED = 8
@@ -37,9 +37,9 @@ class Alarm:
     Attributes:
         step: step of the line of metrics that raised it.
         kind: `max_violation`, `dropped`, `dead_expert`, `bias` or `information`.
-        layer: name of the Switch layer, `encoder 1`.
+        layer: name of the Switch layer, such as `encoder 1`.
         value: value that is beyond `limit`.
-        text: a sentence for a person.
+        text: a sentence for the user.
     """
 
     step: int
@@ -52,24 +52,24 @@ class Alarm:
 
 @dataclasses.dataclass(frozen=True)
 class RoutingAlarms:
-    """The conditions of the alarms, looked at where a line of metrics is written.
+    """The conditions of the alarms, checked whenever a line of metrics is written.
 
     Attributes:
         first_lines: lines at a run's beginning that raise nothing: routers start uneven.
-        violation_factor: most MaxVio of a layer's batches, in medians of the lines before; None
-            has no such alarm, as all others of these.
-        least_violation: MaxVio that is never too much: 1 is a busiest expert with two even
+        violation_factor: largest MaxVio of a layer's batches, in medians of the previous lines;
+            None disables this alarm, here and in the other fields that may be None.
+        least_violation: MaxVio that is never too much: at 1 the busiest expert has two even
             shares.
-        median_lines: most lines of the median.
+        median_lines: largest number of lines in the median.
         dropped_factor: most drops, in drops that a balanced router expects (the floor).
         least_dropped: share of choices over the floor that is never too much.
-        dead_lines: lines in a row in which the same expert is dead.
+        dead_lines: number of lines in a row in which the same expert is dead.
         bias_updates: largest mean of a selection bias, in its update rates.
-        least_information: least information of a token about its expert, in nats: of a router
-            that is uniform, or sends all tokens to one expert, it is 0.
-        lines_in_a_row: lines in a row for which drops and information have to be beyond.
-        hooks: functions that are called with each `Alarm`, by process 0 alone; what they raise
-            ends training.
+        least_information: least information of a token about its expert, in nats: it is 0 for
+            a router that is uniform, or sends all tokens to one expert.
+        lines_in_a_row: lines in a row for which drops or information have to be out of bounds.
+        hooks: functions that are called with each `Alarm`, only by process 0; an error that
+            they raise ends training.
     """
 
     first_lines: int = 10
@@ -104,9 +104,9 @@ class AlarmWatch:
     def __init__(
         self, alarms: RoutingAlarms, model: ModelConfig, run: RunFolder, last_step: int
     ):
-        """Goes on after `last_step`; -1 begins anew.
+        """Continues after `last_step`; -1 begins anew.
 
-        What is known of the steps until then is read from the run's own `metrics.jsonl`.
+        The steps until then are read from the run's own `metrics.jsonl`.
         """
         self._alarms, self._model, self._path = alarms, model, run.alarms
         self._is_first = jax.process_index() == 0
@@ -150,7 +150,7 @@ class AlarmWatch:
         return [alarm for condition, alarm in found.items() if condition in new]
 
     def _layer(self, n: int) -> str:
-        # A model of a user's own may have statistics and no SwitchConfig.
+        # A user's own model may have statistics and no SwitchConfig.
         return f"layer {n}" if self._model.switch is None else self._model.sparse_layer_names[n]
 
     def _lines_of(self, name: str, holds: np.ndarray) -> np.ndarray:
@@ -212,7 +212,7 @@ class AlarmWatch:
         switch, updates = self._model.switch, self._alarms.bias_updates
         rate = None if switch is None else switch.router.bias_update_rate
         if not rate or updates is None or "bias" not in routing or switch.router.has_quantiles:
-            return  # nothing moves it, or not by the rate a step
+            return  # nothing moves it, or not by the rate in each step
         limit = updates * rate
         for n in np.flatnonzero(np.abs(routing["bias"]) > limit):
             text = (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps, tokens and model FLOPs a second, over the steps since the last logged one."""
+"""Steps, tokens and model FLOPs per second, over the steps since the last logged one."""
 
 import time
 from typing import Any
@@ -73,11 +73,11 @@ class Interval:
     def metrics(self, seconds: float, flops_per_step: float | None) -> dict[str, Any]:
         """Means over the interval's good steps, and rates over its time.
 
-        `token_loss` is what `loss` has of the tokens: cross-entropy with label smoothing and
-        z-loss, of a student mixed with the soft loss. The rest is the routers'.
+        `token_loss` is the tokens' part of `loss`: cross-entropy with label smoothing and
+        z-loss, for a student mixed with the soft loss. The rest is the routers'.
 
         Args:
-            flops_per_step: see `counted_flops`; with None no rate of them is given.
+            flops_per_step: FLOPs from `counted_flops`; with None, no rate of them is given.
         """
         elapsed_s = max(seconds - self._start_s, 1e-9)
         good_steps = len(self._losses)
@@ -101,8 +101,8 @@ class Interval:
 
 
 def counted_flops(job: TrainingJob) -> float | None:
-    """FLOPs of a step of the job's model; None where they are not counted: of modules of one's
-    own, and where some weights have no gradients."""
+    """FLOPs of a step of the job's model; None if they are not counted: for a user's own
+    modules, and if some weights have no gradients."""
     has_frozen = 0.0 in (factor for _, factor in job.step.rate_multipliers)
     if job.model.build is not None or job.lora is not None or has_frozen:
         return None
