@@ -30,10 +30,10 @@ from switchx.whole_folders import git_commit
 
 
 class TrainingInterrupted(KeyboardInterrupt):
-    """Ctrl-C, a notebook's interrupt or SIGTERM ended training; the state is saved.
+    """Ctrl-C, a notebook's interrupt or SIGTERM ended training; the message says what is saved.
 
     Attributes:
-        outcome: the `Outcome` up to then.
+        outcome: the `Outcome` so far.
     """
 
     def __init__(self, outcome: loop.Outcome, job: TrainingJob, folder: RunFolder):
@@ -86,7 +86,7 @@ def train(
         The last step, and the metrics of the last logged one.
 
     Raises:
-        ValueError: the job, its data or the folder do not fit; nothing was trained.
+        ValueError: the job, its data and the folder contradict each other; nothing was trained.
         TrainingInterrupted: a `KeyboardInterrupt`, raised once the state is saved. A second
             Ctrl-C waits only for a save and is a plain `KeyboardInterrupt`.
         SaveError, TrainingStopped: see `switchx.training.loop.train`.

@@ -134,7 +134,8 @@ def upcycle(
 def _scale_of_shards(config: ModelConfig, kind: str, shards: int) -> float:
     """The factor of a matrix or bias of the FFN where gates are 1 / shards.
 
-    Its root goes to `w_out` and to weights that hidden units are linear in: none in plain GELU.
+    `w_out` and the weights that hidden units are linear in have its root each; plain GELU has
+    no such weights, so `w_out` has all of it.
     """
     linear = (
         ("w_gate",) if config.is_gated else ("w_in", "b_in") * (config.activation == "relu")

@@ -112,7 +112,7 @@ def train(
             training.
 
     Raises:
-        ValueError: the job, its data or the run folder do not fit; nothing was changed.
+        ValueError: the job, its data and the run folder contradict each other; nothing changed.
         SaveError: a checkpoint could not be written; earlier ones are intact.
         TrainingStopped: too many steps in a row were not finite, or there was an alarm; the
             state is saved.
@@ -282,7 +282,7 @@ class _Loop:
             self._evaluate(step, state)
         evaluation, is_cut = None, False
         if step > 0 and self._is_evaluated_after(step) and self.evaluated_step != step:
-            is_cut = self._evaluate(step, state) is None  # as it was when the run stopped
+            is_cut = self._evaluate(step, state) is None  # which the stopped run did not finish
         if step < job.train_steps:
             logger.info("compiling the training step")
         saved = step if step in self.checkpointer.steps else None
