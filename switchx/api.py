@@ -257,7 +257,8 @@ class Model:
             batch_size, dropless: as in `generate`.
             asked: `logprobs` and `forced_prefix` of `Scorer`.
 
-        Returns: natural logarithms, summed over a target's tokens, and their number.
+        Returns:
+            For each target the sum of its tokens' natural log-probabilities, and their number.
 
         Raises:
             ValueError: as in `generate`, or inputs and targets differ in number.
