@@ -378,7 +378,7 @@ def join_rows(parts: Sequence[tuple[Batch, np.ndarray]]) -> tuple[Batch, np.ndar
     """One batch from the batches of the workers."""
     batches, cursors = zip(*parts, strict=True)
 
-    # `asarray` copies out of the workers' shared memory: a batch is an ordinary array.
+    # `asarray` detaches from the workers' shared memory: a batch is an ordinary array.
     def join(arrays):
         return np.concatenate([np.asarray(array) for array in arrays])
 
