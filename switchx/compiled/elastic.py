@@ -98,7 +98,7 @@ def _device_sets(devices: Sequence[jax.Device]) -> Iterator[list[jax.Device]]:
 
 
 def _keeps_groups(job: TrainingJob, layout: Layout) -> bool:
-    """Whether routing groups (so capacity and balance loss) are those of the job's own steps."""
+    """Whether routing groups (so capacity, balance loss) are those of the job's own steps."""
     numbers = {job.step.num_microbatches, layout.num_microbatches}
     return len(numbers) == 1 or all(map(job.keeps_groups, numbers))
 
