@@ -57,10 +57,7 @@ FLAGS = {
     "(drop, arXiv:2502.19261). Sparse model: copies that count as one (counts_merged, the "
     "default if a token chooses one expert), exclude each other (exclusive, the default "
     "otherwise), are all chosen (more_choices), or plain copies, which is another model",
-    "--share=R": (
-        float,
-        "--upcycle=drop: share of an expert's hidden units (default: 0.5)",
-    ),
+    "--share=R": (float, "--upcycle=drop: share of an expert's hidden units (default: 0.5)"),
     "--num_selected=K": "dense model: experts that a token chooses; above 1 the model stays "
     "the same (default: 2)",
     "--every=N": "dense model: the last of every N blocks gets experts (default: 2)",

@@ -35,9 +35,7 @@ def add_command(commands) -> None:
         commands, "sweep", run, "train a grid of configurations with several seeds", DESCRIPTION
     )
     shared.add_gin_arguments(parser)
-    shared.add_output(
-        parser, "sweep's folder, with a run folder per cell", "DIR", required=True
-    )
+    shared.add_output(parser, "sweep folder, a run folder per cell", "DIR", required=True)
     shared.add_flags(parser, FLAGS, seeds=1, workers=1)
     shared.add_json(parser)
 
