@@ -79,7 +79,7 @@ def add_command(commands) -> None:
         metavar="TEXTS",
         help="files, or folders of files; default for `tiny`: the texts that ship with it",
     )
-    shared.add_output(parser, "folder to write; must not exist yet", "DIR", required=True)
+    shared.add_output(parser, "folder to write; must be new or empty", "DIR", required=True)
     shared.add_flags(parser, INPUTS)
     parser.set_defaults(text_column="text")
     shared.add_step(parser, "checkpoint of a run folder")

@@ -50,7 +50,7 @@ def add_command(commands) -> None:
         commands, "export", run, "make programs of a model, to run without switchx", DESCRIPTION
     )
     shared.add_model_dir(parser, "run folder of `switchx train`, or of `switchx quantize`")
-    shared.add_output(parser, "folder to write; must not exist yet", "DIR", required=True)
+    shared.add_output(parser, "folder to write; must be new or empty", "DIR", required=True)
     parser.add_argument(
         "--platform",
         required=True,

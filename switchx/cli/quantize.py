@@ -44,7 +44,7 @@ def add_command(commands) -> None:
         commands, "quantize", run, "make a model's experts int8, int4 or float8", DESCRIPTION
     )
     shared.add_model_dir(parser, "run folder of `switchx train`; nothing is written there")
-    shared.add_output(parser, "folder to write; must not exist yet", "DIR", required=True)
+    shared.add_output(parser, "folder to write; must be new or empty", "DIR", required=True)
     shared.add_flags(parser, FLAGS, required="bits")
     shared.add_step(parser, "checkpoint to quantize")
     shared.add_task(parser)

@@ -69,7 +69,7 @@ def add_command(commands) -> None:
         commands, "reshape", run, "a model with fewer, new or no experts", DESCRIPTION
     )
     shared.add_model_dir(parser, "run folder of `switchx train`; nothing is written there")
-    shared.add_output(parser, "folder to write; must not exist yet", "DIR", required=True)
+    shared.add_output(parser, "folder to write; must be new or empty", "DIR", required=True)
     shared.add_gin_arguments(parser, default="the run's own, for its validation text")
     shared.add_step(parser, "checkpoint to reshape")
     change = parser.add_mutually_exclusive_group(required=True)

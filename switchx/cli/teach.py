@@ -33,7 +33,7 @@ def add_command(commands) -> None:
     )
     shared.add_gin_arguments(parser)
     shared.add_trust(parser)
-    shared.add_output(parser, "folder to write; must not exist yet", "DIR", required=True)
+    shared.add_output(parser, "folder to write; must be new or empty", "DIR", required=True)
     shared.add_flags(parser, {"--top=K": "tokens kept per position"}, top=16)
     shared.add_json(parser)
     hosts.add_hosts(parser)

@@ -67,9 +67,9 @@ def search(
 ) -> Search:
     """Predicts every layout over `devices` and ranks those that fit by time.
 
-    A layout takes the number of microbatches that is the fastest among those that fit. The
-    optimizer state is whole in every replica where that fits, and in slices where it does not
-    (ZeRO-1): equally many bytes travel either way.
+    A layout takes the fastest number of microbatches among those that fit. The optimizer state
+    is whole in every replica if that fits, and in slices if it does not (ZeRO-1): equally many
+    bytes travel either way.
 
     Args:
         storage: storage of the experts.
@@ -99,7 +99,7 @@ def search(
             if best is None or plan.time.step_s < best.time.step_s:
                 best = plan
             if layout.pipe == 1:
-                break  # more of them only gather weights more often
+                break  # more microbatches only gather weights more often
         if best is not None:
             plans.append(best)
         else:
@@ -121,7 +121,7 @@ def predict(
         raise ValueError(f"{TEACHER_IN_STORAGE}; use --storage=device, or DISTILLATION=None")
     use = storage_use(workload, layout, storage, hardware)
     if storage.tier != "device":
-        # Backward computes each period again from its input, whatever the model says.
+        # The backward pass recomputes each period from its input, whatever the model says.
         again = dataclasses.replace(workload.model, remat="full")
         workload = dataclasses.replace(workload, model=again)
     time = step_time(workload, layout, hardware)
@@ -139,7 +139,7 @@ def does_not_fit(plan: Plan, hardware: Hardware) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Shortage:
-    """Bytes missing in a host's memory or disk for experts of its `sharing` devices."""
+    """A host's memory or disk that is too small for its `sharing` devices' experts, in bytes."""
 
     reason: str
     sharing: int
@@ -238,7 +238,7 @@ def _spread(workload: Workload, mesh: Layout) -> Layout | None:
 
 
 def _dispatchers(workload: Workload, hardware: Hardware, mesh: Layout) -> list[str | None]:
-    """The dispatchers that are worth predicting on a mesh."""
+    """The dispatchers worth predicting on a mesh."""
     switch = workload.model.switch
     if switch is None:
         return [None]

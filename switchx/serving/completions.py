@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`/v1/completions` and `/v1/models` as OpenAI's clients ask (its API reference, Completions).
 
-What the server has no means for is refused by name, never read over. Beside OpenAI's fields
+What the server does not support is refused by name, never ignored. Besides OpenAI's fields
 there are those of `/v1/generate` in `OWN_FIELDS`. A completion is what `/v1/generate` gives
-with the same settings, written as what follows its prompt; its defaults are OpenAI's: 16
-tokens, sampled at temperature 1.
+with the same settings, written as the continuation of its prompt; its defaults are OpenAI's:
+16 tokens, sampled at temperature 1.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ from switchx.serving.requests import (
 from switchx.serving.service import Events
 
 DEFAULT_TOKENS = 16
-# What the sizes of chunks with an `obfuscation` are multiples of.
+# Sizes of chunks with an `obfuscation` are multiples of this.
 CHUNK_BYTES = 64
 OWN_FIELDS = (
     "top_k",
@@ -60,7 +60,7 @@ OWN_FIELDS = (
     "no_repeat_ngram_size",
     "forced_prefix",
 )
-# A field, its values that ask for nothing, and what to do instead of another one.
+# A field, its values that ask for nothing, and what to do instead of giving another value.
 UNSUPPORTED = {
     "suffix": (("",), "texts are not completed in their middle; leave it out"),
     "presence_penalty": ((0,), "use repetition_penalty, which divides logits; leave it out"),
@@ -93,7 +93,7 @@ class CompletionRequest(GenerateRequest):
 
     Attributes:
         echoes: text in front of the completions of each prompt: the prompt, or empty.
-        scored: prompts whose tokens get log-probabilities, too; without a start token.
+        scored: prompts whose tokens also get log-probabilities; without a start token.
         num_choices: completions of each prompt, the best of `num_rows` if those are more.
         logprobs: number of top tokens beside each token; None gives no log-probabilities.
         has_usage: whether a stream ends with counts of tokens.
@@ -141,7 +141,7 @@ class CompletionForm:
         values = fields_of(values, FIELDS)
         try:
             return self._read(values, limits)
-        except Refusal as refusal:  # in the words of these routes
+        except Refusal as refusal:  # in the terms of these routes
             message = refusal.message.replace("max_new_tokens", "max_tokens")
             raise dataclasses.replace(refusal, message=message) from None
 
