@@ -7,7 +7,7 @@ from switchx.bench.accelerator import command as accelerator
 from switchx.cli import arguments as shared
 
 BENCH = """\
-Measures contenders that take turns in one process, and prints ratios of medians against a
+Measures contenders that take turns in one process, and prints medians, and ratios against a
 baseline measured in the same run. The machine should have nothing else to do. The exit
 status is 1 if a bound does not hold.
 

@@ -34,7 +34,7 @@ def add_command(commands) -> None:
     )
     shared.add_gin_arguments(parser)
     shared.add_flags(
-        parser, {"--topology=KIND:SIDES": "such as v4:8x8x16, or h200:8"}, required="topology"
+        parser, {"--topology=KIND:SIDES": "slice: v4:8x8x16, h200:8, .."}, required="topology"
     )
     shared.add_json(parser)
 

@@ -36,7 +36,7 @@ def add_command(commands) -> None:
     parser = shared.add_command(
         commands, "drift", run, "compare the routing of two models", DESCRIPTION
     )
-    parser.add_argument("a", metavar="A", help="a record; with --input a model's folder")
+    parser.add_argument("a", metavar="A", help="a record, or with --input a model's folder")
     parser.add_argument("b", metavar="B", help="the record or folder to compare with A")
     shared.add_flags(parser, FLAGS, batch_size=32)
     shared.add_trust(parser)

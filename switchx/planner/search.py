@@ -139,7 +139,7 @@ def does_not_fit(plan: Plan, hardware: Hardware) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Shortage:
-    """A host's memory or disk that is too small for its `sharing` devices' experts, in bytes."""
+    """A host's memory or disk too small for the experts of its `sharing` devices, in bytes."""
 
     reason: str
     sharing: int
