@@ -128,7 +128,7 @@ def steps_done_twice(folder: str | os.PathLike) -> int:
 
 
 def require_deployment(folder: str | os.PathLike) -> pathlib.Path:
-    """The path for a deployment, where nothing, an empty folder or an unfinished one may be.
+    """The path for a deployment, where nothing, an empty folder or a deployment may be.
 
     Raises:
         ValueError: something else is there.
