@@ -131,7 +131,7 @@ def _passes(layout: Layout, layers: float) -> float:
 
 
 def _attention(workload: Workload, layout: Layout, stack: str) -> list[StepCollective]:
-    """A sum after the heads; before them, that of the gradients of queries, keys and values.
+    """A sum after the heads; before them, one of the gradients by queries, keys and values.
 
     If each device projects all keys and values, the gradients of these are summed instead.
     """
