@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The atlas of a model: what its experts take of labelled texts, counted in a routing record.
+"""The atlas of a model: what its experts take from labelled texts, counted in a routing record.
 
 Co-activation, domain and vocabulary specialization are those of OLMoE (Muennighoff et al. 2024,
 arXiv:2409.02060, sections 5.2 to 5.4). A record is read one Switch layer at a time. Tokens of
@@ -33,7 +33,7 @@ from switchx.routing_record import RoutingRecord
 
 NUM_PERMUTATIONS = 1000
 NUM_RESAMPLES = 1000
-# Token ids that are seen less often tell nothing of a vocabulary.
+# Token ids that are seen less often tell nothing about vocabulary specialization.
 LEAST_TIMES = 10
 NUM_TYPICAL_TOKENS = 8
 NUM_EXAMPLES = 4
@@ -43,7 +43,7 @@ CONTEXT, NUM_CANDIDATES = 8, 4096
 
 @dataclasses.dataclass(frozen=True)
 class Labels:
-    """The labels of the texts that a record's rows are parts of.
+    """The labels of the texts to which a record's rows belong.
 
     Attributes:
         names: names of the labels.
@@ -57,7 +57,7 @@ class Labels:
 
     @property
     def texts_K(self) -> np.ndarray:
-        """Texts of each label."""
+        """Number of texts of each label."""
         return np.bincount(self.label_R, minlength=len(self.names))
 
     def by_text(self, value_B) -> np.ndarray:
@@ -75,7 +75,7 @@ class Labels:
             yield _sums(value_RX, rng.permutation(self.label_R), len(self.names))
 
     def half(self, is_used_R: np.ndarray, seed: int) -> np.ndarray:
-        """Whether each used text is in a random half of those of its label."""
+        """Whether each used text is in a random half of its label's used texts."""
         rng = np.random.default_rng(seed)
         is_first_R = np.zeros(len(self.label_R), bool)
         for k in range(len(self.names)):
@@ -101,16 +101,16 @@ def _sums(value_RX: np.ndarray, label_R: np.ndarray, num_labels: int) -> np.ndar
 
 @dataclasses.dataclass(frozen=True)
 class Specialization:
-    """Choices of experts by label, and what would be expected of permuted labels.
+    """Choices of experts by label, and what to expect if labels are permuted.
 
     Attributes:
         count_EK: choices of each expert by tokens of each label.
-        tokens_K: tokens of each label.
-        p_EK: share of permutations whose N(e, label) / N(label) is as large.
+        tokens_K: number of tokens of each label.
+        p_EK: share of permutations whose N(e, label) / N(label) is at least as large.
         mutual: I(expert; label) of a choice, in nats.
         labels: entropy of the labels.
         permuted: mean of I over permutations.
-        p: share of permutations whose I is as large.
+        p: share of permutations whose I is at least as large.
     """
 
     count_EK: np.ndarray
@@ -129,7 +129,7 @@ class Specialization:
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """A token that an expert took, among its neighbours.
+    """A token that an expert took, with its neighbours.
 
     Attributes:
         text: number of the text.
@@ -149,18 +149,18 @@ class LayerAtlas:
     """One Switch layer.
 
     Attributes:
-        layer: name of the layer; `previous` that of the Switch layer before it in its stack.
-        num_tokens: T, and `num_choices` S of each.
-        load_E: choices of each expert.
+        layer: name of the layer; `previous` is that of the Switch layer before it in its stack.
+        num_tokens: T; `num_choices` is S, the choices of each token.
+        load_E: number of choices of each expert.
         dropped: share of the choices that asked for a slot and got none.
         probability, margin: means of the first choice's probability, and of the last choice's
             score over the next expert's.
-        together_EE: tokens that chose both experts; the diagonal has those that chose one.
+        together_EE: tokens that chose both experts; on the diagonal, those that chose one.
         arrivals_EE: tokens from each expert of the previous layer; None in a first layer.
-        specialization: the choices by label.
-        tokens: the choices by token id; None `without_tokens`.
-        vocabulary: mean over tokens of max_e N(e, id) / N(id), of ids seen at least
-            `LEAST_TIMES`; `vocabulary_by_chance` is the same of choices shuffled over tokens.
+        specialization: choices by label.
+        tokens: choices by token id; None after `without_tokens`.
+        vocabulary: mean over tokens of max_e N(e, id) / N(id), for ids seen at least
+            `LEAST_TIMES`; `vocabulary_by_chance` is the same with choices shuffled over tokens.
         typical: typical tokens of each expert.
         examples: examples of each expert.
     """
@@ -187,30 +187,31 @@ class LayerAtlas:
         return len(self.load_E)
 
     def without_tokens(self) -> "LayerAtlas":
-        """The layer without the counts of all token ids, the most of what it holds."""
+        """The layer without the counts of all token ids, which are most of its memory."""
         return dataclasses.replace(self, tokens=None)
 
     @property
     def even_share(self) -> float:
-        """The share of tokens that an expert has when all are alike: S / E where each token
+        """The share of tokens that an expert has when all are alike: S / E if each token
         makes S choices."""
         return float(self.load_E.mean()) / self.num_tokens
 
     @property
     def effective_experts(self) -> float:
-        """exp of the entropy of the load: as many experts, evenly loaded, have it."""
+        """exp of the entropy of the load: the number of evenly loaded experts that have it."""
         return math.exp(information(self.load_E[:, None]).rows)
 
     @property
     def together_by_chance(self) -> float:
-        """Mean of `coactivation_EE` where experts are alike: (S - 1) / (E - 1) where each token
+        """Mean of `coactivation_EE` if experts are alike: (S - 1) / (E - 1) if each token
         makes S choices."""
         others = self.together_EE.sum() - np.trace(self.together_EE)
         return float(others) / max(self.load_E.sum() * (self.num_experts - 1), 1)
 
     @property
     def coactivation_EE(self) -> np.ndarray:
-        """N(i and j) / N(i), against (S - 1) / (E - 1); NaN on the diagonal and without i."""
+        """N(i and j) / N(i), to compare with (S - 1) / (E - 1); NaN on the diagonal and if no
+        token chose i."""
         share_EE = np.full(self.together_EE.shape, np.nan)
         own_E1 = np.diag(self.together_EE)[:, None]
         np.divide(self.together_EE, own_E1, out=share_EE, where=own_E1 > 0)
@@ -241,7 +242,7 @@ def read_layers(
         start_id: id that a decoder read before each text, which no text has; None for none.
 
     Raises:
-        ValueError: the record has rows that `labels` does not know, or it has no tokens.
+        ValueError: the record has rows that `labels` does not know, or has no tokens.
     """
     for stack, names in record.info.layers.items():
         previous_TS = None
@@ -320,15 +321,15 @@ def _layer_atlas(
 
 
 def coactivations(expert_TS: np.ndarray, num_experts: int) -> np.ndarray:
-    """Tokens that chose both experts, `[E, E]`, symmetric; on the diagonal those of one."""
-    ones_T = np.ones(len(expert_TS))  # a token chooses an expert once
+    """Tokens that chose both experts, `[E, E]`, symmetric; on the diagonal, those of one."""
+    ones_T = np.ones(len(expert_TS))  # a token chooses an expert at most once
     return expert_pairs(expert_TS, expert_TS, num_experts, ones_T).astype(np.int64)
 
 
 def vocabulary_specialization(counts: TokenCounts, least_times: int = LEAST_TIMES) -> float:
     """The mean over tokens of max_e N(e, id) / N(id) (OLMoE, section 5.4).
 
-    Ids that are seen less than `least_times` are left out; NaN where all are.
+    Ids seen fewer than `least_times` times are left out; NaN if all are.
     """
     largest_V = np.zeros(len(counts.token_V))
     np.maximum.at(largest_V, counts.index_X, counts.share_X)
@@ -344,9 +345,9 @@ def specialization(
     seed: int,
     num_permutations: int = NUM_PERMUTATIONS,
 ) -> Specialization:
-    """What labels and experts tell of each other.
+    """What labels and experts tell about each other.
 
-    A p-value is (1 + permutations that are as large) / (1 + permutations): Phipson and Smyth
+    A p-value is (1 + permutations at least as large) / (1 + permutations): Phipson and Smyth
     2010 (arXiv:1603.05766).
     """
     E = num_experts
@@ -382,7 +383,7 @@ def specialization(
 
 
 def examples(routed: _Routed, labels: Labels, num_experts: int) -> list[list[Example]]:
-    """The tokens that each expert takes with its largest gates, one of each token id."""
+    """The tokens that each expert takes with its largest gates, one per token id."""
     num_choices, found = routed.expert_TS.shape[1], []
     expert_X, gate_X = routed.expert_TS.reshape(-1), routed.gate_TS.reshape(-1)
     order = np.lexsort((-gate_X, expert_X))
@@ -413,17 +414,17 @@ class KnockOuts:
 
     Attributes:
         experts: Switch layer and number of each removed expert.
-        loss_K: nats a target token of each label, nothing removed.
-        change_XK: loss without the expert less `loss_K`; NaN of a label without texts, as one
-            of a single text has none held out.
+        loss_K: nats per target token of each label, with nothing removed.
+        change_XK: loss without the expert less `loss_K`; NaN for a label without texts, such as
+            one with a single text, none of which is held out.
         low_XK, high_XK: ends of the change's 95% interval: percentiles of the bootstrap that
-            resamples the label's texts; NaN of fewer than two.
+            resamples the label's texts; NaN for fewer than two.
         p_XK: share of permutations of the labels among texts for which the label's change
-            exceeds that of all others by as much; NaN where there is one label.
-        tokens_K, texts_K: target tokens and texts of each label.
-        specialist_K: number, among `experts`, of the removal that hurts a label most more than
-            the others, found on half of its texts.
-        held_out: knock-outs on the other half; None in a half.
+            exceeds that of all others by as much; NaN if there is one label.
+        tokens_K, texts_K: numbers of target tokens and texts of each label.
+        specialist_K: index in `experts` of the removal whose harm to the label exceeds that to
+            the others most, found on half of the label's texts.
+        held_out: knock-outs on the other half; None if these are a half.
     """
 
     experts: list[tuple[str, int]]
@@ -453,8 +454,9 @@ def knock_outs(
         experts: Switch layer and number of each removed expert.
         loss_R, loss_XR: sums of the negative log-likelihoods of each text's target tokens, in
             nats, with all experts and without one.
-        tokens_R: target tokens of each text; 0 leaves it out.
-        has_halves: whether specialists are found on one half of the texts, tested on the other.
+        tokens_R: number of target tokens of each text; 0 leaves it out.
+        has_halves: whether specialists are found on one half of the texts and tested on the
+            other.
     """
     finding, held_out = None, None
     if has_halves:
@@ -472,7 +474,7 @@ def knock_outs(
         return sums_KX[:, :-1] / np.maximum(sums_KX[:, -1:], 1)
 
     def excess(sums_KX):
-        """A label's change a token less that of all other labels."""
+        """A label's change per token less that of all other labels."""
         return means(sums_KX) - means(total_X - sums_KX)
 
     observed_KX = labels.by_label(value_RX)
@@ -510,8 +512,8 @@ def all_experts(layers: Sequence[LayerAtlas]) -> list[tuple[str, int]]:
 
 
 def largest_takers(layers: Sequence[LayerAtlas]) -> list[tuple[str, int]]:
-    """For each label the expert, of any layer, that takes most more of the label's tokens than
-    of the others': the largest N(e, label) / N(label) - N(e, others) / N(others)."""
+    """For each label the expert, of any layer, whose share of the label's tokens most exceeds
+    that of other labels: the largest N(e, label) / N(label) - N(e, others) / N(others)."""
     excess = []
     for layer in layers:
         own = layer.specialization
@@ -523,18 +525,18 @@ def largest_takers(layers: Sequence[LayerAtlas]) -> list[tuple[str, int]]:
 
 @dataclasses.dataclass(frozen=True)
 class Atlas:
-    """What was counted and measured of a model on labelled texts.
+    """What was counted and measured for a model on labelled texts.
 
     Attributes:
         name: name of the model.
         labels: labels of the texts.
         layers: Switch layers, without the counts of all token ids.
         how: what the stacks read.
-        loss_K: nats a target token, by label.
+        loss_K: nats per target token, by label.
         drops: dropped shares by capacity factor, predicted and measured; or why there are none.
-        knock_outs: losses without single experts; None where none was removed.
+        knock_outs: losses without single experts; None if none was removed.
         snapshots: samples of the same tokens that the run recorded, by step.
-        text_of, piece_of: text of a list of token ids, and of one.
+        text_of, piece_of: functions for the text of a list of token ids, and of one id.
         record: file of the routing record.
     """
 

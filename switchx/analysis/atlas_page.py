@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of an atlas: sections of words, maps and tables, of one model or of two.
+"""The page of an atlas: sections of text, maps and tables, for one model or two.
 
 A notebook shows the same sections: `sections([atlas])`.
 Dims: R texts, K labels, E experts, N Switch layers
@@ -34,17 +34,17 @@ from switchx.analysis.report import (
 from switchx.analysis.routing import rows_to_shares
 from switchx.moe.load_evenness import DEAD_FRACTION, dead_experts, even_shares
 
-# What a page shows, so that it stays below 5 MiB; tables have all.
+# Limits of what a page shows, so that it stays below 5 MiB; the tables have everything.
 MOST_LABELS, MOST_EXPERTS, MOST_ROWS, MOST_MAPS = 24, 64, 2048, 32
 
 
 def sections(
     atlases: Sequence[Atlas], drifts: Mapping[str, LayerDrift] | str | None = None
 ) -> list[Section]:
-    """Everything, in the order of the page; what is of one model stands beside the other's.
+    """All sections, in the order of the page; those of two models are side by side.
 
     Args:
-        atlases: one model, or two.
+        atlases: atlases of one model, or of two.
         drifts: differences of two models' choices by layer (`analysis/drift.py`), or why there
             are none.
     """
@@ -101,7 +101,7 @@ def overview(atlases: Sequence[Atlas]) -> Section:
 
 
 def losses(atlases: Sequence[Atlas]) -> Section:
-    """The labels: how much text there is of each, and its loss."""
+    """The labels: how much text each has, and its loss."""
     labels = atlases[0].labels
     rows = [
         {"label": label, "texts": int(labels.texts_K[k])}
@@ -258,7 +258,7 @@ def _specialists(atlas: Atlas) -> Table:
 
 
 def _change(value: float) -> str:
-    """A change of a loss; nothing where too few texts are held out."""
+    """A change of a loss; empty if too few texts are held out."""
     return "" if math.isnan(value) else f"{value:+.4f}"
 
 
@@ -296,7 +296,7 @@ def vocabulary(atlas: Atlas) -> Section:
 
 
 def examples(atlas: Atlas) -> Section:
-    """The section on tokens among their neighbours."""
+    """The section on example tokens with their neighbours."""
     tables = []
     for layer in atlas.layers:
         rows = [
@@ -321,12 +321,12 @@ def examples(atlas: Atlas) -> Section:
 
 
 def saturation(atlas: Atlas) -> Section:
-    """The section on how early the routing is the final one."""
+    """The section on how early the final routing is reached."""
     return saturation_section(atlas.snapshots, " Of these texts it says nothing.")
 
 
 def shown_labels(atlas: Atlas) -> np.ndarray:
-    """The labels that maps show: those of most tokens, in their order."""
+    """The labels that maps show: those with most tokens, in their order."""
     tokens_K = atlas.layers[0].specialization.tokens_K
     return np.sort(np.argsort(-tokens_K, kind="stable")[:MOST_LABELS])
 
@@ -351,7 +351,7 @@ def _maps_cut(atlas: Atlas) -> str:
 
 
 def _cut(atlas: Atlas) -> str:
-    """Says where not all experts are shown."""
+    """A note where not all experts are shown."""
     layer = atlas.layers[0]
     shown = len(shown_experts(atlas, layer))
     if shown >= layer.num_experts:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The picture of an atlas: drops by capacity factor, beside it the loss without single experts.
+"""The picture of an atlas: drops by capacity factor, beside the loss without single experts.
 
-Later layers and labels are darker, and labels have marks of their own, so that it can be
+Later layers and labels are darker, and labels have their own markers, so that it can be
 printed in grey.
 Dims: N Switch layers, K labels, X removed experts, M measured capacity factors
 """
@@ -21,7 +21,7 @@ FEW_EXPERTS, FEW_LABELS = 6, len(MARKERS)
 
 
 def picture(atlas: Atlas) -> Figure:
-    """Draws drops, where there are some to predict, and knock-outs, where there are any."""
+    """Draws drops, if there are some to predict, and knock-outs, if there are any."""
     has_drops = not isinstance(atlas.drops, str)
     panels = max(has_drops + (atlas.knock_outs is not None), 1)
     with matplotlib.rc_context(STYLE):
@@ -42,14 +42,14 @@ def _draw_drops(axis, drops: DropsByFactor) -> None:
     N = len(drops.layers)
     for n, layer in enumerate(drops.layers):
         shade = COLOURS(0.4 + 0.6 * (n + 1) / N)
-        # Beyond a few layers the order is in the shades; first and last say which way.
+        # With more than a few layers, shades show the order; first and last name its direction.
         name = layer if N <= 6 or n in (0, N - 1) else None
         axis.plot(drops.factor_P, drops.share_PN[:, n], color=shade, label=name, zorder=2)
         share_M = [errors[layer].measured_share for errors in drops.errors.values()]
         axis.scatter(list(drops.errors), share_M, color=shade, s=16, zorder=3, clip_on=False)
     top = max(drops.share_PN.max(), 0.01)
     most = max(*drops.errors, drops.least, drops.own or 0)
-    right = min(drops.factor_P[-1], 3 * most)  # one hot expert would leave no room for the rest
+    right = min(drops.factor_P[-1], 3 * most)  # a hot expert would leave no room for the rest
     axis.set_xlim(drops.factor_P[0], right)
     axis.set_ylim(0, 1.05 * top)
     axis.yaxis.set_major_formatter(PERCENT)
@@ -93,5 +93,5 @@ def _draw_changes(axis, removed: KnockOuts, labels) -> None:
     axis.set_xlabel("change of loss, nats a target token")
     axis.set_title("without one expert, by label (95% intervals)", loc="left")
     names = [plain(labels[k]) for k in shown]  # given here: labels may begin with "_"
-    # The smallest changes are below.
+    # The smallest changes are at the bottom.
     axis.legend(handles, names, frameon=False, fontsize=8, loc="lower right")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of an atlas: a folder of Parquet files, a row a layer, expert, label or token.
+"""The tables of an atlas: Parquet files in a folder, one row per layer, expert, label or token.
 
 Every table begins with the column `model`, so that those of several models can be joined.
 Dims: K labels, E experts, X removed experts, V token ids
@@ -32,7 +32,7 @@ class TableFolder(contextlib.ExitStack):
         self._folder.mkdir(parents=True)
 
     def add(self, name: str, **columns: Any) -> None:
-        """Adds rows to a table; a text or number is that of all rows."""
+        """Adds rows to a table; a single text or number applies to all rows."""
         import pyarrow
         import pyarrow.parquet
 
@@ -55,10 +55,10 @@ class TableFolder(contextlib.ExitStack):
 def layer_tables(
     tables: TableFolder, layer: LayerAtlas, labels: Labels, piece: Callable[[int], str]
 ) -> None:
-    """Adds what was counted of a layer.
+    """Adds what was counted for a layer.
 
     Args:
-        piece: gives the text of a token id.
+        piece: function that returns the text of a token id.
     """
     name, own = layer.layer, layer.specialization
     tables.add(
@@ -115,7 +115,7 @@ def layer_tables(
 
 
 def model_tables(tables: TableFolder, atlas: Atlas) -> None:
-    """Adds what is of the whole model."""
+    """Adds what concerns the whole model."""
     for layer in atlas.layers:
         own = layer.specialization
         tables.add(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs compared: loss by what it took, settings that differ, routing side by side.
+"""Comparison of runs: loss by cost, settings that differ, routing side by side.
 
-Runs whose settings differ in the seed alone are one configuration, with an interval. A loss is
-minus the negative log perplexity of the logs: nats a target token, without the losses of
-routers, in training with dropout. A notebook shows what `compare(["runs/a", "runs/b"])` gives.
+Runs whose settings differ only in the seed are one configuration, with an interval. A loss is
+minus the negative log perplexity of the logs: nats per target token, without router losses,
+in training with dropout. A notebook shows what `compare(["runs/a", "runs/b"])` returns.
 
 Dims: S seeds, X points of a line, N Switch layers
 """
@@ -27,7 +27,7 @@ from switchx.moe.load_evenness import dead_experts, load_entropy, max_violation
 FEW = 40
 # What training takes.
 COSTS = ("step", "tokens", "model FLOPs", "wall-clock hours")
-# Numbers of every Switch layer, `[steps, N]`, as training logged them where it did.
+# Numbers of every Switch layer, `[steps, N]`, where training logged them.
 ROUTING = {
     "dropped choices": lambda history: history.dropped,
     "MaxVio": lambda h: h.others.get("max_violation", max_violation(h.load)),
@@ -40,9 +40,9 @@ ROUTING = {
     "router entropy": lambda h: h.entropy / math.log(max(h.num_experts, 2)),
     "gate of 1st choice": lambda history: history.gate,
 }
-# A configuration is named by what it differs in where that is so short, else by a folder.
+# A configuration is named by its differing settings if these are so short, else by a folder.
 MOST_CHARACTERS = 60
-# A binding of a gin file as gin writes it, whose further lines are indented.
+# A binding of a gin file as gin writes it, with further lines indented.
 _BINDING = re.compile(r"^([\w./]+) = ?((?:.|\n(?=[ \n]))*)", re.MULTILINE)
 _SEED = re.compile(r"SEED|(.*\.)?TrainingJob\.seed")
 
@@ -56,11 +56,11 @@ class Interval:
     high: float
 
     def excludes(self, value: float) -> bool:
-        """Whether the value lies outside of the interval: 0 is no effect, of a Ratio 1."""
+        """Whether the value lies outside the interval: 0, or for a Ratio 1, is no effect."""
         return self.low > value or self.high < value
 
     def __str__(self) -> str:
-        """Three decimals; of a small interval as many as the larger bound has two digits in."""
+        """Three decimals; for a small interval, enough for two digits of the larger bound."""
         largest = max(abs(self.low), abs(self.high))
         is_small = 0 < largest < 0.01
         digits = 1 - math.floor(math.log10(largest)) if is_small else 3
@@ -71,9 +71,9 @@ class Interval:
 def interval_of(values: Sequence[float], kind: type[Interval] = Interval) -> Interval:
     """The mean of some values (one per seed, text or task) and its 95% interval.
 
-    Of fewer than FEW values it is Student's t: a bootstrap of three is their range, which
-    leaves out the true mean in a quarter of all cases. Of more it is the middle 95% of 10,000
-    bootstrap means. One value has no width.
+    For fewer than FEW values it is Student's t: a bootstrap of three is their range, which
+    misses the true mean in a quarter of all cases. For more it is the middle 95% of 10,000
+    bootstrap means. A single value has an interval of no width.
     """
     values_S = np.asarray(values, float)
     mean = float(values_S.mean())
@@ -89,22 +89,22 @@ def interval_of(values: Sequence[float], kind: type[Interval] = Interval) -> Int
 
 
 def paired(mine: Sequence[float], others: Sequence[float]) -> Interval:
-    """Differences, mine less the others', of the same seeds in the same order."""
+    """Differences, mine minus the others', for the same seeds in the same order."""
     return interval_of([a - b for a, b in zip(mine, others, strict=True)])
 
 
 @dataclasses.dataclass(frozen=True)
 class RunLog:
-    """What a run folder tells of its training.
+    """What a run folder says about its training.
 
     Attributes:
         seed: seed as it is bound.
-        settings: values of the bindings of `operative_config.gin`, but for the seed.
-        losses: loss by step, of `training` and of `validation`; NaN is not finite.
+        settings: values of the bindings of `operative_config.gin`, except the seed.
+        losses: loss by step, of `training` and of `validation`; NaN where it is not finite.
         costs: what training took until each logged step, by `COSTS`.
         end: last line of `validation.jsonl`.
-        validated: what the validation set is told by.
-        history: routing in training; None of a dense model.
+        validated: what identifies the validation set.
+        history: routing in training; None for a dense model.
     """
 
     folder: str
@@ -123,7 +123,7 @@ class RunLog:
 
 
 def read_run_log(folder: str | os.PathLike) -> RunLog:
-    """The log of a run folder, which may still be trained.
+    """The log of a run folder, which may still be training.
 
     Raises:
         ValueError: it has no configuration, no logged step or no evaluation, or a file is
@@ -166,7 +166,7 @@ def _costs(lines: Sequence[dict]) -> dict[str, np.ndarray]:
         return np.array([line.get(name, math.nan) for line in lines], float)
 
     step = of("step")
-    # A rate is that of the steps since the line before, whatever process took them.
+    # A rate covers the steps since the previous line, whichever process took them.
     seconds = np.diff(step, prepend=0) / of("steps_per_s")
     wall = [sum(line.get("goodput", {}).get("seconds", {}).values()) for line in lines]
     tokens, flops = (np.cumsum(of(f"{n}_per_s") * seconds) for n in ("tokens", "model_flops"))
@@ -176,14 +176,14 @@ def _costs(lines: Sequence[dict]) -> dict[str, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class Configuration:
-    """Runs that differ in the seed alone, by seed."""
+    """Runs that differ only in the seed, by seed."""
 
     name: str
     runs: Sequence[RunLog]
 
     @property
     def going(self) -> list[RunLog]:
-        """The runs that did not diverge; all where none is left."""
+        """The runs that did not diverge; all if every run did."""
         return [run for run in self.runs if not run.is_diverged] or [*self.runs]
 
     @property
@@ -191,7 +191,7 @@ class Configuration:
         """The last step at which all runs that did not diverge were evaluated.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there is no such step.
         """
         steps = _common(run.losses["validation"] for run in self.going)
         if not steps:
@@ -204,7 +204,7 @@ class Configuration:
 
     @property
     def finals(self) -> dict[str, float]:
-        """Validation loss at the last step, by seed; NaN of a run that diverged before."""
+        """Validation loss at the last step, by seed; NaN for a run that diverged before."""
         step = self.last_step
         return {run.seed: run.losses["validation"].get(step, math.nan) for run in self.runs}
 
@@ -213,7 +213,7 @@ class Configuration:
         return interval_of([*self.finals.values()])
 
     def loss_band(self, kind: str, cost: str) -> np.ndarray:
-        """The loss by what it took, which is interpolated between logged steps."""
+        """The loss by a cost, which is interpolated between logged steps."""
         runs = self.going
         steps = _common(run.losses[kind] for run in runs)
         values = [[run.losses[kind][step] for step in steps] for run in runs]
@@ -236,20 +236,20 @@ def _common(steps) -> list[int]:
 
 
 def _band(x, values_SX) -> np.ndarray:
-    """The mean over seeds and its 95% interval, as `panels_figure` draws them."""
+    """The mean over seeds and its 95% interval, in the form that `panels_figure` draws."""
     around = [dataclasses.astuple(interval_of(each)) for each in np.transpose(values_SX)]
     return np.array([x, *np.reshape(around, (-1, 3)).T])
 
 
 def difference(mine: Configuration, other: Configuration) -> Interval:
-    """Final validation losses, mine less the other's: of pairs with the same seed, or, without
-    an interval, of the means where there is no pair."""
+    """Final validation losses, mine minus the other's: over pairs with the same seed, or, if
+    there is no pair, of the means and without an interval."""
     pairs = [(loss, other.finals[s]) for s, loss in mine.finals.items() if s in other.finals]
     return paired(*zip(*(pairs or [(mine.final.mean, other.final.mean)]), strict=True))
 
 
 def shown(interval: Interval) -> str:
-    """An interval as texts have it; a mean alone where it has no width."""
+    """An interval as text; only the mean if it has no width."""
     if not math.isfinite(interval.mean):
         return "not finite"
     around = f" ({interval.low:.4f} to {interval.high:.4f})"
@@ -266,7 +266,7 @@ class Comparison:
     def headline(self) -> str:
         """Which configuration ends lowest, by how much, and whether seeds tell it apart.
 
-        None is named where validation sets differ.
+        Names none if validation sets differ.
         """
         best, *others = sorted(
             self.configurations, key=lambda each: (math.isnan(each.final.mean), each.final.mean)
@@ -384,19 +384,20 @@ class Comparison:
 
 
 def differing(runs: Sequence[RunLog]) -> dict[str, list[str]]:
-    """Settings that differ, with the value of each run; empty where it has none."""
+    """Settings that differ, with the value in each run; empty if it has none."""
     names = dict.fromkeys(name for run in runs for name in run.settings)
     rows = {name: [run.settings.get(name, "") for run in runs] for name in names}
     return {name: row for name, row in rows.items() if len({*row}) > 1}
 
 
 def compare(folders: Sequence[str | os.PathLike]) -> Comparison:
-    """Compares run folders; those that differ in the seed alone are one configuration.
+    """Compares run folders; those that differ only in the seed are one configuration.
 
-    A second run of the same configuration and seed, as by other code, is one of its own.
+    A second run of the same configuration and seed, as with other code, is a configuration of
+    its own.
 
     Raises:
-        ValueError: a folder is given twice, or is none of a run with a logged step and an
+        ValueError: a folder is given twice, or does not hold a run with a logged step and an
             evaluation; says which.
     """
     if len({pathlib.Path(folder).resolve() for folder in folders}) < len(folders):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plots of runs that are compared: lines with bands in panels.
 
-In the style of `plots.py`: later runs are darker, and dashes and names at the ends tell apart
-what grey does not.
+In the style of `plots.py`: later runs are darker, and dashes and names at the ends distinguish
+what shades of grey do not.
 
 Dims: N points of a line
 """
@@ -22,13 +22,13 @@ DASHES = ("-", (0, (5, 1.5)), (0, (2, 1)), (0, (6, 1.5, 1, 1.5)))
 def panels_figure(
     rows: Sequence[Sequence[tuple[str, str, Mapping[str, np.ndarray]]]],
 ) -> Figure:
-    """Lines with bands in rows of panels, those of a name alike in all; the names below.
+    """Lines with bands in rows of panels, equal names alike in all panels; the names below.
 
-    The vertical axis leaves out what only the first quarter of a line reaches.
+    The vertical axis leaves out values that only the first quarter of a line reaches.
 
     Args:
-        rows: for each panel, the labels of its axes, and by name `[4, N]`: x, line, lower and
-            upper end of the band.
+        rows: for each panel, the labels of its axes, and by name `[4, N]`: x, line, and lower
+            and upper end of the band.
     """
     panels = [panel for row in rows for panel in row]
     names = list(dict.fromkeys(name for *_, bands in panels for name in bands))

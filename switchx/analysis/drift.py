@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where two models route the same tokens otherwise: precisions, artifacts, checkpoints, meshes.
+"""Where two models route tokens differently: precisions, artifacts, checkpoints, meshes.
 
 Two records (`switchx/routing_record.py`) of the same rows are read side by side. A token's
-routing differs where the *set* of its experts does; their order says nothing. A choice can only
-flip where the margin of the last choice over the next expert is at most twice the largest
-change of a score, so flips stand at small margins where two runs differ by rounding alone.
+routing differs if the *set* of its experts does; their order does not matter. A choice can only
+flip if the margin of the last choice over the next expert is at most twice the largest change
+of a score, so flips are at small margins if two runs differ only by rounding.
 Dims: B rows, L places of a row, N Switch layers, T tokens, S choices, R ranks,
 E experts, M bins of margins
 """
@@ -18,7 +18,7 @@ import numpy as np
 from switchx.fields import require
 from switchx.routing_record import RecordedBatch, RoutingRecord
 
-# Margins are counted in bins 2.3% wide, from 1e-8; below are those that are nearly ties.
+# Margins are counted in bins 2.3% wide, from 1e-8; those below are nearly ties.
 _EDGES_M = np.concatenate([[0.0], np.logspace(-8, 1, 901)])
 
 
@@ -28,18 +28,18 @@ def _no_margins() -> np.ndarray:
 
 @dataclasses.dataclass
 class LayerDrift:
-    """Sums over the tokens of one Switch layer that two records have.
+    """Sums over the tokens of one Switch layer that are in two records.
 
     Attributes:
-        tokens: tokens that are routed in both.
-        differing: tokens whose sets of experts differ.
-        common: share of a token's experts in a that it has in b, summed over tokens.
-        kl: sum over tokens of KL(a || b) between router probabilities, the experts that not
-            both records rank counted as one: no more than the whole divergence, and equal to it
-            where all experts are ranked. None where a router's gates are scores that need not
-            sum to one.
-        largest_change: the largest change of a probability, of experts that both rank.
-        largest_flipped_margin: the largest margin, in a, of a token whose set differs.
+        tokens: number of tokens that are routed in both.
+        differing: number of tokens whose sets of experts differ.
+        common: share of a token's experts in a that it also has in b, summed over tokens.
+        kl: sum over tokens of KL(a || b) between router probabilities, with the experts that
+            are not ranked in both records counted as one: at most the whole divergence, and
+            equal to it if all experts are ranked. None if a router's gates are scores that need
+            not sum to one.
+        largest_change: largest change of a probability, of experts that both rank.
+        largest_flipped_margin: largest margin, in a, of a token whose set differs.
         margins_M, flipped_margins_M: tokens by their margins in a: all, and those whose sets
             differ.
     """
@@ -59,11 +59,11 @@ class LayerDrift:
 
     @property
     def overlap(self) -> float:
-        """Mean share of a token's experts that both have."""
+        """Mean share of a token's experts that both records have."""
         return self.common / max(self.tokens, 1)
 
     def margin(self, quantile: float, *, flipped: bool = False) -> float | None:
-        """A quantile of the margins, to 2.3%; None without tokens."""
+        """A quantile of the margins, accurate to 2.3%; None without tokens."""
         count_M = self.flipped_margins_M if flipped else self.margins_M
         if not count_M.any():
             return None
@@ -74,7 +74,7 @@ class LayerDrift:
         """Adds tokens.
 
         Args:
-            num_experts: E, which stands for no expert.
+            num_experts: E, which also stands for no expert.
             chosen: `[T, S]` sorted experts of a and of b.
             ranks, probs: `[T, R]` experts by rank, and their probabilities, of a and of b.
             margin_T: margins in a.
@@ -106,17 +106,17 @@ class LayerDrift:
 
 
 def _divergence(p, q) -> float:
-    """The sum of p log(p / q) + q - p, which is not negative; 0 where p is."""
+    """The sum of p log(p / q) + q - p, which is not negative; 0 where p is 0."""
     tiny = np.finfo(np.float32).tiny
     logs = np.log(np.maximum(p, tiny)) - np.log(np.maximum(q, tiny))
     return float(np.sum(np.where(p > 0, p * logs, 0.0) + q - p))
 
 
 def drift(a: RoutingRecord, b: RoutingRecord) -> dict[str, LayerDrift]:
-    """The differences of two records of the same rows, by layer.
+    """The differences between two records of the same rows, by layer.
 
     Raises:
-        ValueError: as of `paired_batches`.
+        ValueError: as for `paired_batches`.
     """
     # Such gates are the scores themselves, which need not sum to one.
     has_shares = "score" not in (a.info.switch.router.gate, b.info.switch.router.gate)
@@ -146,7 +146,7 @@ def paired_batches(
     """The batches of two records of the same rows.
 
     Raises:
-        ValueError: the records are of other layers, experts, vocabularies or rows, or one of
+        ValueError: the records differ in layers, experts, vocabularies or rows, or one of
             them cannot be read.
     """
     _require_comparable(a, b)
@@ -156,7 +156,7 @@ def paired_batches(
 
 
 def _chosen(batch: RecordedBatch, n: int) -> np.ndarray:
-    """`[B, L, S]` experts that tokens would choose, in the order of their numbers."""
+    """`[B, L, S]` experts that tokens would choose, sorted by number."""
     if batch.info.has_choosing_experts:
         return np.sort(batch.chosen_NBLS[n], axis=-1)
     return np.sort(batch.rank_NBLR[n, ..., : batch.info.num_choices], axis=-1)
@@ -207,12 +207,12 @@ def _require_same_rows(a, b, first: RecordedBatch | None, second: RecordedBatch 
 
 
 def loss_drift(logprob_a_T: np.ndarray, logprob_b_T: np.ndarray) -> dict[str, float]:
-    """The difference of two models' log-probabilities of the same target tokens.
+    """The difference between two models' log-probabilities of the same target tokens.
 
     Returns:
-        loss_a, loss_b: mean negative log-likelihoods of a token, in nats.
-        mean_change: mean of |d|, d the log-probability in a less that in b.
-        k3: mean of e^-d - 1 + d, an estimate of KL(a || b) of the tokens that is not negative.
+        loss_a, loss_b: mean negative log-likelihoods per token, in nats.
+        mean_change: mean of |d|, where d is the log-probability in a minus that in b.
+        k3: mean of e^-d - 1 + d, a nonnegative estimate of KL(a || b) of the tokens.
         far_share: share of the tokens with |d| > ln 2.
     """
     d_T = logprob_a_T - logprob_b_T

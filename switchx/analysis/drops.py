@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Choices that a recorded model would drop at other capacities, groups, orders and meshes.
 
-One histogram of slots (`slots.py`) has the drops at every capacity. Rerouting is run again for
-each capacity; its drops are nested in the capacity, too.
+One histogram of slots (`slots.py`) gives the drops at every capacity. Rerouting is run again
+for each capacity; its drops are nested in the capacity, too.
 
-What follows is exact for layers that read what they read when they were recorded: for the first
-Switch layer of an encoder or of a decoder alone. Tokens dropped there change what later layers
-read; of them it is a first-order estimate (docs/drops.md has its error by depth). Of a loss it
-says nothing.
+Predictions are exact for layers that read what they read when recorded: for the first Switch
+layer of an encoder or of a decoder-only model. Tokens dropped there change what later layers
+read; for these it is a first-order estimate (docs/drops.md has its error by depth). It says
+nothing about the loss.
 Dims: N Switch layers, T places of a group, K groups of all layers, S choices, E experts,
 C slots of an expert, P places of a batch in whole groups
 """
@@ -33,14 +33,14 @@ from switchx.routing_record import RoutingRecord, open_record
 class Drops:
     """The drops of a record under one setting, by layer, for every capacity factor.
 
-    The record is read once; where tokens are rerouted, once for each factor.
+    The record is read once; if tokens are rerouted, once for each factor.
 
     Attributes:
-        setting: the setting.
+        setting: setting under which choices get slots.
         layers: names of the Switch layers, N of them.
-        choices_N: choices of each layer.
-        places: places of the record in whole groups, in all stacks.
-        left_out: places that are in no whole group, because batches were not recorded whole.
+        choices_N: number of choices of each layer.
+        places: number of places of the record in whole groups, in all stacks.
+        left_out: number of places in no whole group, because batches were not recorded whole.
     """
 
     def __init__(self, record: RoutingRecord, setting: Setting):
@@ -57,7 +57,7 @@ class Drops:
         self._dropped = functools.cache(self._dropped_N)
 
     def _batches(self) -> Iterator[tuple[slice, Groups]]:
-        """Each batch's groups, and which of all layers are in it."""
+        """Each batch's groups, and which of all layers are in the batch."""
         for batch in self._record.batches():
             first = self.layers.index(batch.layers[0])
             yield slice(first, first + len(batch.layers)), cut(batch, self.setting)
@@ -79,7 +79,7 @@ class Drops:
 
     @property
     def name(self) -> str:
-        """The setting in words, as far as it is no usual one."""
+        """The setting in words, as far as it is not the usual one."""
         setting, router = self.setting, self.setting.switch.router
         parts = [f"groups of {' and '.join(f'{T:,}' for T in self.capacities(None))}"]
         if setting.rule != "switchx":
@@ -95,7 +95,7 @@ class Drops:
         return ", ".join(parts)
 
     def capacities(self, factor: float | None) -> dict[int, int]:
-        """C by the places of a group T, of the sizes of groups that there are."""
+        """C by the group size T, for all group sizes of the record."""
         return {T: self.setting.capacity(T, factor) for T in sorted(self._groups)}
 
     def dropped_N(self, factor: float | None = None) -> np.ndarray:
@@ -120,10 +120,10 @@ class Drops:
         return float(self.dropped_N(factor).sum() / max(self.choices_N.sum(), 1))
 
     def balanced_share(self, factor: float | None = None) -> float | None:
-        """The share that a balanced router drops which knows nothing of the other tokens.
+        """The share dropped by a balanced router that knows nothing about the other tokens.
 
-        The least that a balance loss can reach (`moe.load_evenness.expected_drops`). None where
-        there is no formula: with rerouting, and where a token's experts are its task's.
+        The least that a balance loss can reach (`moe.load_evenness.expected_drops`). None if
+        there is no formula: with rerouting, or if a token's experts are its task's.
         """
         switch = self.setting.switch
         if self.setting.is_rerouting or switch.router.kind == "task":
@@ -145,7 +145,7 @@ class Drops:
     def smallest_factor(self, most: float) -> float:
         """The smallest capacity factor whose whole slots drop no more than a share `most`.
 
-        It is the shortest decimal of these slots. With one slot less more would be dropped.
+        It is the shortest decimal for these slots. With one slot fewer, more would be dropped.
         """
         whole = [
             self.setting.factor(T, np.arange(self.setting.capacity(T, 1e-9), T + 1))
@@ -167,9 +167,9 @@ class PredictionError:
     """Predicted and measured drops of a Switch layer.
 
     Attributes:
-        choices: choices of the layer.
-        predicted, measured: drops among these, from a record's ranks, and recorded.
-        both: choices that are dropped in both.
+        choices: number of choices of the layer.
+        predicted, measured: numbers of drops among these, from a record's ranks, and recorded.
+        both: number of choices that are dropped in both.
     """
 
     choices: int = 0
@@ -179,7 +179,7 @@ class PredictionError:
 
     @property
     def differing(self) -> int:
-        """Choices that are dropped in one of the two."""
+        """Number of choices that are dropped in only one of the two."""
         return self.predicted + self.measured - 2 * self.both
 
     @property
@@ -192,7 +192,7 @@ class PredictionError:
 
     @property
     def jaccard(self) -> float:
-        """Choices dropped in both over those dropped in one; 1 where none is."""
+        """Choices dropped in both over those dropped in either; 1 if none is."""
         either = self.predicted + self.measured - self.both
         return self.both / either if either else 1.0
 
@@ -200,14 +200,14 @@ class PredictionError:
 def prediction_errors(
     record: RoutingRecord, measured: RoutingRecord
 ) -> dict[str, PredictionError]:
-    """What a record predicts of the capacity of another one, against that one, by layer.
+    """Compares what a record predicts for another record's capacity with that, by layer.
 
     Args:
-        measured: record of the same model and rows, at another capacity, groups or order; the
-            record itself, whose drops follow from its own ranks.
+        measured: record of the same model and rows, at another capacity, groups or order; or
+            the record itself, whose drops follow from its own ranks.
 
     Raises:
-        ValueError: the records are of other rows or layers, lack ranks, or are of a router that
+        ValueError: the records differ in rows or layers, lack ranks, or are of a router that
             cannot be replayed.
     """
     found = {layer: PredictionError() for layer in record.info.all_layers}
@@ -228,7 +228,7 @@ def prediction_errors(
     return found
 
 
-# Drops that are few, for which a capacity is looked for.
+# Share of drops that counts as few, for which a capacity is sought.
 FEW = 0.01
 NUM_PREDICTED = 41
 
@@ -241,11 +241,11 @@ class DropsByFactor:
         layers: names of the Switch layers, N of them.
         factor_P, share_PN: capacity factors, and predicted shares of each layer's choices.
         errors: predicted and measured drops of each layer, by measured factor.
-        own: factor that evaluation has, if it has one.
+        own: factor of evaluation, if it has one.
         least: smallest factor that drops at most `FEW` of all choices.
         dropless: smallest factor that drops none.
-        saved: slots of `dropless` less those of `least`, as a share of the former.
-        saved_bytes: the same in bytes of slots' vectors, a token and layer.
+        saved: slots of `dropless` minus those of `least`, as a share of the former.
+        saved_bytes: the same in bytes of slots' vectors, per token and layer.
     """
 
     layers: list[str]
@@ -266,13 +266,13 @@ class DropsByFactor:
         own: float | None,
         slot_bytes: int,
     ) -> "DropsByFactor":
-        """Predicts by a record's drops, from the least measured factor to `dropless`.
+        """Predicts from a record's drops, from the least measured factor to `dropless`.
 
-        `slot_bytes` are those of a slot's vector.
+        `slot_bytes` are the bytes of a slot's vector.
         """
         least, dropless = drops.smallest_factor(FEW), drops.smallest_factor(0.0)
         factors = sorted({*errors, least, dropless, own or least})
-        if not drops.setting.is_rerouting:  # which reads the record for each of them
+        if not drops.setting.is_rerouting:  # rerouting reads the record for each factor
             factors = sorted({*factors, *np.linspace(factors[0], factors[-1], NUM_PREDICTED)})
         few = drops.slots_per_token(least)
         none = drops.slots_per_token(dropless)
@@ -293,9 +293,9 @@ def sentence(current: Drops, factor: float, others: Sequence[Drops], most: float
     """What one setting drops, and what other settings and capacities would change, in words.
 
     Args:
-        factor: the factor that is compared at.
+        factor: capacity factor at which settings are compared.
         others: drops under other settings.
-        most: share of drops that a larger capacity is named for.
+        most: share of drops for which a larger capacity is named.
     """
     text = (
         f"At factor {factor:g} and {current.name} "
@@ -316,7 +316,7 @@ def of_switch(
 
     Args:
         layers, switch: the Switch layers.
-        group_size: places of a group, as the batches are that are planned.
+        group_size: number of places of a group in the planned batches.
 
     Raises:
         ValueError: the record is of other Switch layers or has no such groups.
@@ -341,14 +341,14 @@ def of_switch(
 def training_note(
     folder: pathlib.Path, layers: Sequence[str], switch: SwitchConfig, group_size: int
 ) -> str | None:
-    """What the newest record in a `routing/` says of training's capacity, in words.
+    """What the newest record in a `routing/` says about training's capacity, in words.
 
-    None where there is no record, or the layers drop nothing, have no capacity factor, or have
+    None if there is no record, or the layers drop nothing, have no capacity factor, or have
     experts that choose.
 
     Args:
-        folder: `routing/` of the run that goes on, or that parameters are taken from.
-        group_size: places of the largest groups that training has.
+        folder: `routing/` of the run that goes on, or from which parameters are taken.
+        group_size: number of places in the largest groups of training.
     """
     router = switch.router
     records = folder.glob("step_*.parquet")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plots of routing and of pipeline schedules, each a matplotlib Figure made of arrays.
+"""Plots of routing and of pipeline schedules, each a matplotlib Figure made from arrays.
 
 Dark means much in every map, early layers are light and late ones dark in every graph, so
 that a page printed in grey says the same. A schedule is drawn as in Narayanan et al. 2021
@@ -39,19 +39,19 @@ STYLE = {
 COLOURS = matplotlib.colormaps["Blues"].with_extremes(bad="0.85")
 PERCENT = PercentFormatter(1.0, decimals=0)
 MAX_COLUMNS = 4
-# Cells of a map get their number when it has no more rows than this.
+# Cells of a map show their number if it has no more rows than this.
 MAX_NUMBERED_ROWS = 12
-# Loads from here on look alike.
+# Loads from here on have the same colour.
 LOAD_LIMIT = 4.0
 
 
 def plain(text: str) -> str:
-    """A text as matplotlib draws it when it is no mathematics, whatever dollars are in it."""
+    """A text that matplotlib does not take for mathematics, whatever dollar signs it has."""
     return text.replace("$", r"\$")
 
 
 def load_figure(steps: np.ndarray, even_load: np.ndarray, layers: Sequence[str]) -> Figure:
-    """Load by step and expert, a map a layer.
+    """Plots load by step and expert, one map per layer.
 
     Args:
         even_load: `[steps, N, E]`, 1 for an even share.
@@ -93,10 +93,10 @@ def course_figure(
     layers: Sequence[str],
     markers: bool = False,
 ) -> Figure:
-    """Numbers by step, one graph a layer: a row of axes a number, a column a stack.
+    """Numbers by step, one graph per layer: one row of axes per number, a column per stack.
 
     Args:
-        markers: a mark at every step, for few steps; a single one has it always.
+        markers: whether every step has a marker, for few steps; a single step always has one.
     """
     stacks = list(dict.fromkeys(layer.split()[0] for layer in layers))
     with matplotlib.rc_context(STYLE):
@@ -128,11 +128,11 @@ def course_figure(
 
 
 def transition_figure(shares: Sequence[np.ndarray], pairs: Sequence[tuple[str, str]]) -> Figure:
-    """Plots the next Switch layer's experts of an expert's tokens, one map for each layer pair.
+    """Plots where an expert's tokens go in the next Switch layer, one map for each layer pair.
 
     Args:
         shares: `[E, E]` each, rows adding up to 1, NaN for an expert without tokens.
-        pairs: names of the two layers; of co-activation twice the same one.
+        pairs: names of the two layers; for co-activation, twice the same one.
     """
     figure, axes = _panels(len(shares), height=2.9, max_columns=3)
     limit = _limit(shares)
@@ -150,7 +150,7 @@ def class_figure(
 
     Args:
         shares: `[E, classes]` each, columns adding up to the choices of a token; the last
-            column is of all tokens.
+            column is for all tokens.
         classes: names of the columns of each map.
     """
     label = "share of the class's tokens"
@@ -164,8 +164,8 @@ def knock_out_figure(
     """Plots the change of loss of each label without each expert, one map for each layer.
 
     Args:
-        changes: `[E, K]` each, in nats a token, NaN for an expert that was not removed; the
-            last column is of all labels.
+        changes: `[E, K]` each, in nats per token, NaN for an expert that was not removed; the
+            last column is for all labels.
     """
     names, limit = [labels] * len(layers), _limit(changes, least=0.0) or 1.0
     bar = "change, nats (in cells 0.01)"
@@ -173,7 +173,7 @@ def knock_out_figure(
 
 
 def _class_maps(values, classes, layers, limit: float, y: str, bar: str, **options) -> Figure:
-    """Maps `[E, classes]` whose last column, behind a gap, is of all classes."""
+    """Maps `[E, classes]` whose last column, after a gap, is for all classes."""
     figure, axes = _panels(len(values), height=3.2, max_columns=2)
     for axis, each, names, layer in zip(axes, values, classes, layers, strict=True):
         image = _map(axis, each, limit, layer, None, y)
@@ -220,7 +220,7 @@ def _panels(count: int, height: float, max_columns: int = MAX_COLUMNS):
 
 
 def _limit(maps: Sequence[np.ndarray], least: float = 0.2) -> float:
-    """The value that is darkest: the largest there is, so that many experts are not pale."""
+    """The darkest value: the largest there is, so that many experts do not all look pale."""
     return max(least, *(float(np.max(each[np.isfinite(each)], initial=0)) for each in maps))
 
 
@@ -269,7 +269,7 @@ def _colour_bar(figure: Figure, image, axes, label: str, **options) -> None:
 
 
 def _edges(steps: np.ndarray) -> np.ndarray:
-    """Where the column of each logged step begins and ends: it is of the steps before it."""
+    """Where the column of each logged step begins and ends: it covers the steps before it."""
     if len(steps) == 1:
         return np.array([0, steps[0]], float)
     return np.r_[max(0, 2 * steps[0] - steps[1]), steps]
@@ -286,18 +286,18 @@ def _limits(course: Course) -> tuple[float, float]:
 
 
 def _label_ends(axis, ends) -> None:
-    """Block numbers behind the ends of the graphs."""
-    if len(ends) > 4:  # the order is in the shades; first and last say which way
+    """Writes block numbers after the ends of the graphs."""
+    if len(ends) > 4:  # shades show the order; first and last its direction
         ends = [ends[0], ends[-1]]
     _name_ends(axis, ends, least_gap=0.13)
 
 
 def _name_ends(axis, ends, least_gap: float) -> None:
-    """Writes names behind the ends of graphs, moved apart where they would overlap.
+    """Writes names after the ends of graphs, moved apart where they would overlap.
 
     Args:
         ends: `(last value, name, colour)` of each graph.
-        least_gap: least distance of two names, as a share of the axis' height.
+        least_gap: least distance between two names, as a share of the axis's height.
     """
     low, high = axis.get_ylim()
     gap = least_gap * (high - low)
@@ -327,7 +327,7 @@ def _name_ends(axis, ends, least_gap: float) -> None:
 def write_svg(figure: Figure, file) -> None:
     """Writes a figure as SVG, the same bytes for the same figure."""
     with matplotlib.rc_context(STYLE):
-        # The layout moves a little with every drawing; it is made once.
+        # The layout shifts a little with every drawing, so it is made once.
         figure.draw_without_rendering()
         figure.set_layout_engine("none")
         figure.savefig(file, format="svg", dpi=150, metadata={"Date": None})
@@ -341,7 +341,7 @@ HATCHES = ("", "///", "...", "xxx", "\\\\\\")
 
 
 def schedule_figure(schedule: Schedule, title: str) -> Figure:
-    """Boxes of microbatches; an encoder's ops blue, a decoder's (and all others') orange."""
+    """Draws boxes of microbatches; an encoder's ops blue, a decoder's (and others') orange."""
     boxes, end = schedule_boxes(schedule)
     with matplotlib.rc_context({"font.size": 8, "hatch.linewidth": 0.4}):
         size = (min(24.0, 3 + 0.16 * end), 1.2 + 0.45 * schedule.num_stages)
@@ -373,7 +373,7 @@ def schedule_figure(schedule: Schedule, title: str) -> Figure:
 def schedule_boxes(schedule: Schedule) -> tuple[list[tuple], float]:
     """Every op as (stage, begin, width, lane, is backward, microbatch, chunk); and the end.
 
-    In a tick every kind of op that any stage has gets its time, one after the other.
+    Within a tick, each kind of op that any stage has gets its time, one after the other.
     """
     boxes, now = [], 0.0
     for tick in range(schedule.num_ticks):

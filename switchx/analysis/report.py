@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The routing report: sections of words, plots and tables, on one HTML page of its own.
+"""The routing report: sections of text, plots and tables, on one self-contained HTML page.
 
-The page and the notebook are made of the same sections, each from the numbers of one run.
+The page and the notebook have the same sections, each made from the numbers of one run.
 
 Dims: N Switch layers, E experts, T tokens of the sample, S experts selected by a token, V
 vocabulary
@@ -45,10 +45,10 @@ _VISIBLE = str.maketrans({" ": "\u2423", "\n": "\u21b5", "\t": "\u21e5", "\r": "
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Rows of texts and numbers; numbers stand to the right.
+    """Rows of texts and numbers; numbers are right-aligned.
 
     Attributes:
-        title: the table is folded under it; without one it is open.
+        title: title under which the table is folded; without one it is open.
         codes: columns whose items, separated by newlines, are shown as code.
     """
 
@@ -67,7 +67,7 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """One thing to look at: what it is, how to read it, the pictures and the tables.
+    """One subject: what it is, how to read it, its pictures and tables.
 
     A notebook shows it as the page does.
     """
@@ -90,11 +90,11 @@ class RoutingRun:
 
     Attributes:
         snapshots: snapshots of the same tokens, by step; the last is the final one.
-        num_others: number of snapshots of other tokens, which are left out.
+        num_others: number of snapshots with other tokens, which are left out.
         alarms: alarms that training raised, lines of `alarms.jsonl`.
         evaluations: checkpoints that `switchx eval --step=all` evaluated, by step.
         classes: names of token classes; `class_V` has the class of every token id.
-        text_of: returns the text of a token id.
+        text_of: function that returns the text of a token id.
     """
 
     history: RoutingHistory
@@ -125,11 +125,11 @@ def read_run(
     class_V: np.ndarray,
     text_of: Callable[[int], str],
 ) -> RoutingRun:
-    """The routing of a run folder; the other arguments are of its vocabulary.
+    """The routing of a run folder; the other arguments describe its vocabulary.
 
     Raises:
         ValueError: nothing was recorded (a dense model, no logged step, no evaluation), a
-            file is damaged, or files are of other layers than others.
+            file is damaged, or files differ in their layers.
     """
     history = read_history(folder / "metrics.jsonl")
     snapshots = read_snapshots(folder / "routing")
@@ -204,7 +204,7 @@ BALANCE = {
 
 
 def balance(run: RoutingRun) -> Section:
-    """How even the load is, how sure the router, and what the least of drops would be."""
+    """How even the load is, how certain the router is, and what the fewest drops would be."""
     title, history = "Balance and margin", run.history
     known = [name for name in BALANCE if name in history.others]
     if not known:
@@ -267,7 +267,7 @@ def checkpoints(run: RoutingRun) -> Section:
 
 
 def _number(value: float | None) -> float:
-    """A number of a file of JSON, which has null where one is not finite."""
+    """A number from a JSON file, which has null for one that is not finite."""
     return math.nan if value is None else float(value)
 
 
@@ -311,8 +311,8 @@ def course(run: RoutingRun) -> Section:
 def ignorant(switch: SwitchConfig) -> tuple[float | None, float | None]:
     """The gate of the first choice and the entropy of a router whose logits are equal.
 
-    Both are None where there are no logits or an expert counts several times, the gate, too,
-    where experts choose.
+    Both are None if there are no logits or an expert counts several times, and the gate also
+    if experts choose.
     """
     router, W = switch.router, switch.num_candidates
     if not router.has_weights or router.counts_merged:
@@ -324,7 +324,7 @@ def ignorant(switch: SwitchConfig) -> tuple[float | None, float | None]:
 
 
 def saturation(run: RoutingRun) -> Section:
-    """The section on how early the routing is the final one."""
+    """The section on how early the final routing is reached."""
     others = f" {run.num_others} evaluations of other tokens are left out." * bool(
         run.num_others
     )
@@ -332,7 +332,7 @@ def saturation(run: RoutingRun) -> Section:
 
 
 def saturation_section(snapshots: Sequence[Snapshot], note: str = "") -> Section:
-    """The saturation of a run's own samples; says so where there are not two."""
+    """The saturation of a run's own samples; says so if there are not two."""
     title = "Saturation"
     if len(snapshots) < 2:
         return Section(
@@ -506,7 +506,7 @@ def page(title: str, facts: Mapping[str, str], sections: Sequence[Section]) -> s
 
 
 def _image(figure: Figure, title: str) -> str:
-    # An image of its own: the names inside of one SVG never meet those of another.
+    # A separate image: the names inside one SVG never clash with those of another.
     content = io.BytesIO()
     write_svg(figure, content)
     data = base64.b64encode(content.getvalue()).decode()

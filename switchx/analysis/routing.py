@@ -45,9 +45,9 @@ class RoutingHistory:
         steps: steps that were logged, `[steps]`.
         load: `[steps, N, E]`, share of the layer's choices that asked for each expert.
         dropped: `[steps, N]`, share of the choices that asked for a slot and got none.
-        entropy: `[steps, N]`, of the router, in nats; ln E where it knows nothing.
+        entropy: `[steps, N]`, entropy of the router, in nats; ln E if it knows nothing.
         gate: `[steps, N]`, weight of the first choice.
-        others: `[steps, N]` by name, all else that every line has of the layers
+        others: `[steps, N]` by name, all other numbers of the layers that every line has
             (`telemetry/metrics.routing_metrics`): `max_violation`, `information`, ...; the
             floor `expected_dropped` is a share of choices, too.
     """
@@ -87,7 +87,7 @@ def read_history(path: pathlib.Path) -> RoutingHistory:
     mine = {field.name for field in dataclasses.fields(RoutingHistory)} | {"asked"}
     names = set.intersection(*({*line["routing"]} for line in routed)) - mine
     others = {name: stacked(name) for name in sorted(names)}
-    # With several choices a token the loads add up to their number.
+    # With several choices per token, the loads add up to their number.
     num_choices = np.maximum(load.sum(axis=-1), 1e-12)
     asked = [  # logged where experts choose
         line["routing"].get("asked", each)
@@ -106,11 +106,11 @@ def read_history(path: pathlib.Path) -> RoutingHistory:
 
 
 def read_lines(path: pathlib.Path) -> list[dict]:
-    """The lines of a log of JSON; a last one that is being written is left out.
+    """The lines of a JSON log; a last line that is still being written is left out.
 
     Raises:
-        ValueError: the file is missing or damaged, or a line has no step or a loss that is no
-            number.
+        ValueError: the file is missing or damaged, or a line has no step or a loss that is not
+            a number.
     """
     try:
         texts = path.read_text(encoding="utf-8").splitlines()
@@ -133,7 +133,7 @@ def read_lines(path: pathlib.Path) -> list[dict]:
             ) from error
         except ValueError as error:
             if number == len(texts):
-                break  # a run that goes on is writing it, or was killed while it did
+                break  # a running process is writing it, or was killed while it did
             raise ValueError(
                 f"{path}: line {number} is damaged ({error}); remove that line"
             ) from error
@@ -148,7 +148,7 @@ class StackRouting:
         layers: names of the Switch layers.
         token_T: ids of the tokens read; a decoder's are its inputs, shifted right.
         expert_NTS: experts chosen.
-        gate_NTS: their weights.
+        gate_NTS: weights of these experts.
     """
 
     layers: tuple[str, ...]
@@ -170,8 +170,8 @@ class Snapshot:
     """The routing of a fixed sample of validation tokens at one step.
 
     Attributes:
-        switch: the Switch layers; in the form of before 2026-11-27 the number of experts alone
-            is known, and all else is as the paper has it.
+        switch: configuration of the Switch layers; in the form used before 2026-11-27 only the
+            number of experts is known, and all else is as in the paper.
     """
 
     step: int
@@ -216,7 +216,7 @@ def read_snapshots(folder: pathlib.Path) -> list[Snapshot]:
 def comparable(snapshots: Sequence[Snapshot]) -> list[Snapshot]:
     """The snapshots of the same tokens as the last one.
 
-    A run that was resumed on other data has a new sample from there on.
+    A run that was resumed on other data has a new sample from then on.
     """
 
     def tokens(snapshot: Snapshot) -> list[list[int]]:
@@ -242,7 +242,7 @@ def _of_record(path: pathlib.Path) -> Snapshot:
 
 
 def _read(path: pathlib.Path) -> Snapshot:
-    """Reads a snapshot in the form of before 2026-11-27 (`.npz`)."""
+    """Reads a snapshot in the form used before 2026-11-27 (`.npz`)."""
     try:
         arrays = read_arrays(path, _NUMBERS, _STACKS)
         stacks = tuple(
@@ -264,9 +264,9 @@ def _read(path: pathlib.Path) -> Snapshot:
 
 
 def transitions(expert_NTS: np.ndarray, num_experts: int) -> np.ndarray:
-    """Tokens from each expert of a layer to each one of the next, `[N - 1, E, E]`.
+    """Tokens from each expert of a layer to each expert of the next, `[N - 1, E, E]`.
 
-    A token with several choices counts once a layer: its pairs share a weight of 1.
+    A token with several choices counts once per layer: its pairs share a weight of 1.
     """
     pairs = zip(expert_NTS, expert_NTS[1:], strict=False)
     counts = [
@@ -278,7 +278,7 @@ def transitions(expert_NTS: np.ndarray, num_experts: int) -> np.ndarray:
 def transitions_between(
     here_TS: np.ndarray, there_TS: np.ndarray, num_experts: int
 ) -> np.ndarray:
-    """Tokens from each expert of one layer to each one of another, `[E, E]`; `transitions`."""
+    """Tokens from each expert of one layer to each of another, `[E, E]`, as `transitions`."""
     is_here_TS, is_there_TS = here_TS < num_experts, there_TS < num_experts
     num_pairs_T = is_here_TS.sum(axis=1) * is_there_TS.sum(axis=1)
     return expert_pairs(here_TS, there_TS, num_experts, 1 / np.maximum(num_pairs_T, 1))
@@ -298,7 +298,7 @@ def expert_pairs(
 
 
 def rows_to_shares(counts: np.ndarray) -> np.ndarray:
-    """Every row of `[..., rows, columns]` divided by its sum; NaN where there is nothing."""
+    """Every row of `[..., rows, columns]` divided by its sum; NaN in empty rows."""
     sums = counts.sum(axis=-1, keepdims=True)
     return np.divide(counts, sums, out=np.full(counts.shape, np.nan), where=sums > 0)
 
@@ -334,12 +334,12 @@ class TypicalToken:
 
 @dataclasses.dataclass(frozen=True)
 class TokenCounts:
-    """Choices of each expert by each token id, where there are any: cells X, by expert.
+    """Choices of each expert by each token id that made any: cells X, by expert.
 
     Attributes:
         token_V: token ids that were seen.
-        times_V: tokens of each id.
-        expert_X, index_X: a cell's expert, and the place of its token id in `token_V`.
+        times_V: number of tokens of each id.
+        expert_X, index_X: expert of a cell, and the index of its token id in `token_V`.
         count_X: choices of the expert by tokens of the id.
     """
 
@@ -374,10 +374,10 @@ def token_counts(expert_TS: np.ndarray, token_T: np.ndarray, num_experts: int) -
 
 
 def typical_tokens(counts: TokenCounts, expert: int, num: int) -> list[TypicalToken]:
-    """The `num` token ids that tell most about an expert, first the one that tells most.
+    """The `num` token ids that tell most about an expert, the most telling first.
 
     They are ordered by their part of the divergence KL(tokens of the expert || tokens of
-    all): q ln(q / p), with q the token's share of the expert's choices and p of all choices.
+    all): q ln(q / p), with q the token's share of the expert's choices, p that of all choices.
     Token ids with q <= p, no more frequent at the expert than overall, are left out.
     """
     choices_V = counts.choices_V
@@ -399,13 +399,13 @@ def typical_tokens(counts: TokenCounts, expert: int, num: int) -> list[TypicalTo
 
 
 def saturation(expert_NTS: np.ndarray, final_NTS: np.ndarray, num_experts: int) -> np.ndarray:
-    """The share of the final routing that is already there, `[N]`: the mean over tokens of
+    """The share of the final routing that is already reached, `[N]`: the mean over tokens of
     |E_t intersected with E_final| / |E_final|, E being the set of experts that a token chose.
 
     Tokens that end without an expert are left out.
 
     Raises:
-        ValueError: the two are not of the same layers and tokens.
+        ValueError: the two differ in layers or tokens.
     """
     if expert_NTS.shape[:2] != final_NTS.shape[:2]:
         raise ValueError(
@@ -437,9 +437,9 @@ def saturation_by_step(snapshots: Sequence[Snapshot]) -> np.ndarray:
 def layer_similarity(expert_NTS: np.ndarray, num_experts: int) -> np.ndarray:
     """Normalised mutual information of the layers' first choices, `[N, N]`.
 
-    I(A; B) / sqrt(H(A) H(B)): 1 where one layer's expert tells the other's, whatever the
-    experts are called; 0 where it tells nothing. A layer that sends all tokens to one expert
-    tells nothing: its row is 0.
+    I(A; B) / sqrt(H(A) H(B)): 1 if one layer's expert determines the other's, however experts
+    are numbered; 0 if it tells nothing. A layer that sends all tokens to one expert tells
+    nothing: its row is 0.
     """
     first_NT = expert_NTS[..., 0]
     similarity_NN = np.zeros((len(first_NT), len(first_NT)))
@@ -457,7 +457,7 @@ class Information:
 
     Attributes:
         mutual: I(row; column).
-        rows, columns: their entropies.
+        rows, columns: entropies of the rows and the columns.
     """
 
     mutual: float
@@ -466,7 +466,7 @@ class Information:
 
     @property
     def normalised(self) -> float:
-        """I / sqrt(H(row) H(column)); 0 where one of them is always the same."""
+        """I / sqrt(H(row) H(column)); 0 if one of them is always the same."""
         if min(self.rows, self.columns) < 1e-9:  # one expert, up to rounding
             return 0.0
         return self.mutual / math.sqrt(self.rows * self.columns)
@@ -475,8 +475,8 @@ class Information:
 def information(counts: np.ndarray) -> Information:
     """The information in a table of counts `[rows, columns]`, such as `class_counts`.
 
-    The counts are taken as frequencies: I = H(row) + H(column) - H(row, column). For a sample I
-    is too large: compare it with I of permuted labels.
+    The counts are taken as frequencies: I = H(row) + H(column) - H(row, column). For a sample,
+    I is biased upwards: compare it with I of permuted labels.
     """
 
     def entropy(share: np.ndarray) -> float:

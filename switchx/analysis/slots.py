@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slots of recorded choices: the rules by which choices get them, and who gets none in a batch.
+"""Slots of recorded choices: the rules by which choices get them, and which choices get none.
 
 A choice's slot is the number of earlier choices of the same expert in the queue of its group;
-it is dropped where the capacity is no larger. A record's ranks (`switchx/routing_record.py`)
-have the slots at every group size, number of choices and order. Rerouting (Fedus et al. 2021,
+it is dropped if the capacity is no larger. A record's ranks (`switchx/routing_record.py`)
+give the slots at every group size, number of choices and order. Rerouting (Fedus et al. 2021,
 arXiv:2101.03961, appendix B) is run again for each capacity.
 Dims: B rows, L places of a row, N Switch layers, G groups of a part, T places of a group,
 K all groups of all layers, S choices, R ranks, Q entries of a queue, E experts, C slots of an
@@ -24,11 +24,11 @@ from switchx.routing_record import RecordedBatch, RecordInfo, gates
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """The way in which choices get slots, all but the capacity factor.
+    """How choices get slots, except for the capacity factor.
 
     Attributes:
-        switch: the Switch layers: group size, choices of a token, priority, overflow,
-            rounding, padding.
+        switch: configuration of the Switch layers: group size, choices of a token, priority,
+            overflow, rounding, padding.
         rule: the rule by which batches are cut into groups. `switchx`: by `group_size`, each
             microbatch alone. `flaxformer`: groups of at most `group_size` places whose number
             the experts and their copies on `ranks` devices divide; its capacity does not
@@ -36,8 +36,8 @@ class Setting:
             and all choices of an expert compete alike: those with the largest gates win
             (its drop policy `probs`; priority `gate`), or the first ones (`position`, where
             Megatron leaves open which win).
-        ranks: devices over which the rows of a batch are split; `switchx` does not ask.
-        microbatches: parts of a batch that are routed one after another.
+        ranks: number of devices over which a batch's rows are split; `switchx` ignores it.
+        microbatches: number of parts of a batch that are routed one after another.
     """
 
     switch: SwitchConfig
@@ -64,11 +64,11 @@ class Setting:
 
     @property
     def num_choices(self) -> int:
-        """S, the experts that one token gets at most."""
+        """S, the most experts that one token gets."""
         return self.switch.router.num_selected
 
     def capacity(self, tokens_per_group: int, factor: float | None) -> int:
-        """C; `factor` None takes what the Switch layers say of evaluation."""
+        """C; for `factor` None, that of the Switch layers in evaluation."""
         if factor is None:
             return layer_capacity(self.switch, tokens_per_group, is_training=False)
         if self.rule == "flaxformer":
@@ -79,12 +79,12 @@ class Setting:
         return layer_capacity(switch, tokens_per_group, is_training=False)
 
     def factor(self, tokens_per_group: int, capacity: int) -> float:
-        """The factor that gives a group exactly so many slots of an expert."""
+        """The factor that gives a group exactly `capacity` slots of an expert."""
         choices = 1 if self.rule == "flaxformer" else self.num_choices
         return capacity * self.switch.num_candidates / (tokens_per_group * choices)
 
     def groups(self, batch_size: int, length: int) -> tuple[int, int, int]:
-        """(parts, G, T): parts that are cut apart, and the groups of each.
+        """(parts, G, T): parts that are cut separately, and the groups of each.
 
         Raises:
             ValueError: the batch has no such parts or groups.
@@ -129,17 +129,17 @@ def setting_of(
     ranks: int = 1,
     microbatches: int = 1,
 ) -> Setting:
-    """A record's own setting with changes; where nothing was dropped, with `overflow="drop"`.
+    """A record's own setting with changes; if nothing was dropped, with `overflow="drop"`.
 
     Args:
-        group_size: places routed together; None keeps the groups.
+        group_size: number of places routed together; None keeps the groups.
         num_selected: S; None keeps it.
-        priority: order of the choices; None keeps it, with `rule="megatron"` takes `gate`.
-        rounds: experts that a token without a slot tries, 1 for none but its first.
+        priority: order of the choices; None keeps it, or with `rule="megatron"` takes `gate`.
+        rounds: number of experts that a token without a slot tries, 1 for only its first.
         rule, ranks, microbatches: see `Setting`.
 
     Raises:
-        ValueError: the router cannot be replayed, ranks were not recorded that this needs, or
+        ValueError: the router cannot be replayed, ranks that this needs were not recorded, or
             the settings do not go together.
     """
     switch, router = info.switch, info.switch.router
@@ -214,11 +214,11 @@ class Groups:
 
     Attributes:
         setting: rules by which they were cut.
-        rank_KTR: experts by rank, `num_experts` for a place that takes part in nothing.
-        prob_KTR: their probabilities.
+        rank_KTR: experts by rank, `num_experts` for a place that takes no part in routing.
+        prob_KTR: probabilities of these experts.
         num_layers: N of the batch.
-        parts: parts that are cut apart; the last group of each ends in padding.
-        places, left_out: places in whole groups, of B L, and the others.
+        parts: number of parts that are cut separately; the last group of each ends in padding.
+        places, left_out: numbers of places, of B L, that are in whole groups, and the others.
     """
 
     setting: Setting
@@ -308,8 +308,8 @@ def queue_slots(expert: np.ndarray, *keys) -> np.ndarray:
     """The number of earlier entries of the same expert in each entry's queue, `[K, ...]`.
 
     Args:
-        keys: what each group's entries are ordered by, the last one first; those that are equal
-            in all keep the order of `expert`.
+        keys: sort keys of each group's entries, the last one first; entries that are equal in
+            all keep the order of `expert`.
     """
     flat = [np.broadcast_to(x, expert.shape).reshape(len(expert), -1) for x in (*keys, expert)]
     order_KQ = np.lexsort(flat, axis=-1)
@@ -329,8 +329,8 @@ def dropped(batch: RecordedBatch, setting: Setting, factor: float | None = None)
         factor: the capacity factor; None takes the capacity of `setting.switch` in evaluation.
 
     Returns:
-        `[N, P, S]` booleans, the places of the batch `[B, L]` in order, as far as they are in
-        whole groups: all where the record has whole batches.
+        `[N, P, S]` booleans, for the places of the batch `[B, L]` in order, as far as they are
+        in whole groups: all if the record has whole batches.
 
     Raises:
         ValueError: the batch has no such groups.

@@ -23,7 +23,7 @@ DEVICES_FLAG = "--xla_force_host_platform_device_count"
 
 
 class UsageError(ValueError):
-    """A command line that is not understood; `prog` is the command that it was given to."""
+    """A command line that cannot be parsed; `prog` is the command that it was given to."""
 
     def __init__(self, prog: str, message: str):
         super().__init__(message)
@@ -56,7 +56,7 @@ class CommandParser(argparse.ArgumentParser):
         if not argument.startswith("-"):
             self.error(f"unexpected {argument!r}; options are written --NAME=VALUE")
         name = argument.partition("=")[0]
-        # Dashes apart, which would make all flags alike.
+        # Compared without dashes, which would make all flags look alike.
         flags = self._option_string_actions
         stems = {flag.strip("-").replace("-", "_"): flag for flag in flags}
         close = close_match(name.strip("-").replace("-", "_"), stems)
@@ -70,7 +70,7 @@ def add_command(commands, name: str, run, help_text: str, description: str) -> C
         name, prog=f"switchx {name}", help=help_text, description=description
     )
     parser.add_argument(
-        "--traceback", action="store_true", help="show where an error comes from, for a report"
+        "--traceback", action="store_true", help="show an error's traceback, for a bug report"
     )
     parser.set_defaults(run=run, command=name, parser=parser)
     return parser
@@ -90,20 +90,21 @@ def add_gin_arguments(parser: CommandParser, default: str | None = None) -> None
         type=not_empty,
         metavar="FILE",
         help="gin file: a path, or a name below configs/ such as runs/pretrain_tiny.gin; "
-        "several are read in order, the later one wins"
+        "several files are read in order, later ones win"
         + (f"; default: {default}" if default else ""),
     )
     parser.add_argument(
         "--gin_search_paths",
         default="",
         metavar="DIRS",
-        help="further folders to look for gin files in, separated by commas",
+        help="further folders to search for gin files, separated by commas",
     )
     parser.add_argument_group(
         "configuration",
-        f"{GIN_PREFIX}NAME=VALUE sets a macro or a parameter of the gin files, as\n"
+        f"{GIN_PREFIX}NAME=VALUE sets a macro or a parameter of the gin files, such as\n"
         f"{GIN_PREFIX}TRAIN_STEPS=100 or {GIN_PREFIX}SwitchConfig.capacity_factor=1.0; it "
-        "wins over all files.\nValues are Python literals; a text needs no quotes of its own.",
+        "overrides\nall files. Values are Python literals; strings need no quotes of their "
+        "own.",
     )
 
 
@@ -124,7 +125,7 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trust_code",
         action="store_true",
-        help="import what the folder's files name from the working directory, too",
+        help="also import what the folder's files name from the working directory",
     )
 
 
@@ -148,8 +149,8 @@ def add_step(parser: argparse.ArgumentParser, help_text: str) -> None:
         "--step",
         type=_step,
         metavar="N|best",
-        help=f"{help_text}: after N steps, or the best of those that were evaluated in "
-        "training; default: the newest",
+        help=f"{help_text}: the one after N steps, or the best of those evaluated in training; "
+        "default: the newest",
     )
 
 
@@ -158,13 +159,13 @@ def add_flags(
 ) -> None:
     """Adds flags from a table: each as users write it, and its help text.
 
-    `--name` is a switch, and `--name=a|b` takes one of these words. A metavar in capitals says
-    the type of a value (`_TYPES`); others are texts.
+    `--name` is a switch, and `--name=a|b` takes one of these words. A metavar in capitals gives
+    the type of the value (`_TYPES`); all other values are strings.
 
     Args:
-        flags: help texts by flag, or pairs of a type of its own and the help text.
-        required: name of the flag that has to be given.
-        defaults: default values by name; the help text ends in them.
+        flags: help text by flag, or a pair of the flag's own type and its help text.
+        required: name of the flag that must be given.
+        defaults: default values by name; each is appended to its help text.
     """
     for flag, described in flags.items():
         option, _, metavar = flag.partition("=")
@@ -188,7 +189,7 @@ def add_options(
 ) -> None:
     """Adds a flag for each option of a configuration class (`switchx.fields.option`).
 
-    A flag that is not given is no attribute of the arguments, so that a model's own default
+    A flag that is not given leaves no attribute in the arguments, so that a model's own default
     holds.
 
     Args:
@@ -219,7 +220,7 @@ def options_of(arguments: argparse.Namespace, config: type) -> dict[str, Any]:
 
 
 def option_words(values: dict[str, Any]) -> list[str]:
-    """`--NAME=VALUE` of each value that is given; those of a list with commas."""
+    """`--NAME=VALUE` for each value that is given; lists are joined with commas."""
     given = {name: x for name, x in values.items() if x not in (None, [])}
     texts = {n: ",".join(map(str, x)) if isinstance(x, list) else x for n, x in given.items()}
     return [f"--{name}={text}" for name, text in texts.items()]
@@ -230,7 +231,7 @@ def add_task(parser: CommandParser) -> None:
         "--task",
         type=not_empty,
         metavar="NAME",
-        help="of a model whose experts are divided among tasks, the one whose are loaded",
+        help="task whose experts are loaded, if the model's experts are divided among tasks",
     )
 
 
@@ -252,7 +253,7 @@ def _no_address(text: str) -> str:
 
 
 def _new_file(text: str) -> str:
-    """The path; refused before a command computes for minutes what it could not write."""
+    """The path; refused before a command spends minutes on a result it could not write."""
     path = pathlib.Path(_no_address(text)).expanduser().absolute()
     nearest = next(each for each in (path, *path.parents) if each.exists())
     if nearest.is_dir() == (nearest == path) or not os.access(nearest, os.W_OK):
@@ -276,7 +277,7 @@ def numbers(text: str) -> list[int]:
 
 
 def factors(text: str) -> list[float]:
-    """Numbers above 0, with commas."""
+    """Numbers above 0, separated by commas."""
     try:
         values = [float(part) for part in text.split(",")]
     except ValueError:
@@ -288,7 +289,7 @@ def factors(text: str) -> list[float]:
 
 
 def counts(text: str) -> list[int]:
-    """Whole numbers of at least 1, with commas."""
+    """Whole numbers of at least 1, separated by commas."""
     return [positive(part) for part in text.split(",")]
 
 
@@ -321,7 +322,7 @@ def accept_gin_bindings(arguments: argparse.Namespace, rest: list[str]) -> None:
     """Sets `arguments.gin_bindings` from what the parser left over.
 
     Raises:
-        UsageError: there is anything else, or a binding without a value.
+        UsageError: anything else is left over, or a binding has no value.
     """
     parser = arguments.parser
     takes_bindings = hasattr(arguments, "gin_file")
@@ -344,7 +345,7 @@ def gin_of(arguments: argparse.Namespace, folder=None) -> tuple[list[str], ...]:
         folder: a `RunFolder`, whose configuration is read where the command line names none.
 
     Raises:
-        ValueError: the folder is none of a run; says what is there.
+        ValueError: the folder is not a run folder; the message says what is there.
     """
     files = arguments.gin_file
     if files:
@@ -364,11 +365,11 @@ def simulate_devices(number: int) -> None:
 
 
 def give_threads_to_simulated_devices() -> None:
-    """Four threads a device that XLA_FLAGS simulates, unless NPROC says how many in all.
+    """Gives each device that XLA_FLAGS simulates four threads, unless NPROC sets their number.
 
-    A collective on simulated devices waits in a thread of XLA's pool, which has one a device on
-    a small machine. Where a device may begin two that do not depend on each other, as the
-    stages of a pipeline may, all threads wait for one that none is left to run.
+    A collective on simulated devices blocks a thread of XLA's pool, which has one per device on
+    a small machine. Where a device may begin two collectives that do not depend on each other,
+    as pipeline stages may, all threads wait for one that no thread is left to run.
     """
     if found := re.search(rf"{DEVICES_FLAG}=(\d+)", os.environ.get("XLA_FLAGS", "")):
         os.environ.setdefault("NPROC", str(4 * int(found[1])))
@@ -380,8 +381,8 @@ def give_threads_to_simulated_devices() -> None:
 def explain(error: BaseException, arguments: argparse.Namespace) -> int:
     """Prints the error in one paragraph; returns the exit status.
 
-    130 interrupted, 2 wrong input, 3 training stopped, 1 failed on the way. What is not meant
-    for a person, any error that switchx itself did not raise, is raised again: a traceback.
+    130 interrupted, 2 wrong input, 3 training stopped, 1 failed on the way. An error that is
+    not meant for a person, one that switchx itself did not raise, is re-raised: a traceback.
     """
     if isinstance(error, KeyboardInterrupt):
         print("switchx: interrupted", file=sys.stderr)
@@ -395,7 +396,7 @@ def explain(error: BaseException, arguments: argparse.Namespace) -> int:
 
 
 def status_of(error: BaseException) -> int:
-    """The exit status that `explain` gives an error; 1 where that raises it."""
+    """The exit status that `explain` gives an error; 1 where `explain` re-raises it."""
     from switchx.progress import is_for_a_person
 
     status = 2 if isinstance(error, ValueError) and is_for_a_person(error) else 1
@@ -411,7 +412,7 @@ def command_line(name: str, *words: str) -> str:
 
 
 def configuration_words(arguments: argparse.Namespace, *without: str) -> list[str]:
-    """The gin files, search paths and bindings that were given, but for macros', in order."""
+    """The gin files, search paths and bindings given, in order, less the macros `without`."""
     words = [f"--gin_file={file}" for file in arguments.gin_file or ()]
     if arguments.gin_search_paths:
         words.append(f"--gin_search_paths={arguments.gin_search_paths}")
@@ -420,12 +421,12 @@ def configuration_words(arguments: argparse.Namespace, *without: str) -> list[st
 
 
 def _program() -> list[str]:
-    """`switchx` where a shell finds this installation so, otherwise how it was called."""
+    """`switchx` if a shell finds this installation by that name, else how it was called."""
     called, python = pathlib.Path(sys.argv[0]), pathlib.Path(sys.executable)
     if called.name == "switchx":
         found = shutil.which("switchx")
         is_found = found is not None and os.path.samefile(found, called)
         return ["switchx" if is_found else shlex.quote(str(called))]
-    # Not by what a link leads to: a virtual environment's python may be one to the system's.
+    # Links are not followed: a virtual environment's python may be one to the system's.
     is_default = shutil.which("python") == str(python.with_name("python"))
     return ["python" if is_default else shlex.quote(str(python)), "-m", "switchx"]

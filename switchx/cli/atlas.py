@@ -10,8 +10,8 @@ from switchx.fields import json_text, require
 from switchx.shipped import TEXTS, folder_of
 
 DESCRIPTION = """\
-Looks into any sparse model: which experts take which texts, tokens and labels, how it does
-without each of them, and shows it on one HTML page that needs no other file and no network:
+Analyses any sparse model: which experts take which texts, tokens and labels, and how the model
+does without each of them. Writes one HTML page that needs no other file and no network:
 
   switchx atlas tiny --output=atlas              the model and the texts that ship
   switchx atlas runs/tiny --input code.txt prose.txt --output=atlas
@@ -19,35 +19,35 @@ without each of them, and shows it on one HTML page that needs no other file and
     --output=atlas
   switchx atlas runs/tiny --input code.txt prose.txt --output=atlas --against=runs/tiny_int4
 
-The label of a text file is its name; a row of a table (.tsv, .csv, .jsonl, .parquet) has one in
---label_column, or the file's name. Labels are permuted among texts for p-values, so give many
-texts: text files are cut at paragraphs. MODEL is a run folder, or what `switchx quantize` or
-`switchx convert` wrote.
+The label of a text file is its name; the label of a row of a table (.tsv, .csv, .jsonl,
+.parquet) is in --label_column, or else the file's name. Labels are permuted among texts for
+p-values, so give many texts: text files are cut at paragraphs. MODEL is a run folder, or what
+`switchx quantize` or `switchx convert` wrote.
 
-Written are atlas.html, picture.svg (drops by capacity factor, knock-outs by label),
+The folder gets atlas.html, picture.svg (drops by capacity factor, knock-outs by label),
 tables/MODEL/*.parquet, and record_MODEL.parquet, the record of routing (docs/records.md).
 """
 
 INPUTS = {
     "--text_column=NAME": "column that holds the text",
-    "--label_column=NAME": "column that holds the label; default: the file's name is",
+    "--label_column=NAME": "column that holds the label; default: the label is the file's name",
     "--target_column=NAME": "column that holds what the decoder is to write, as in translation",
-    "--against=MODEL": (shared.model_folder, "second model, beside it"),
+    "--against=MODEL": (shared.model_folder, "second model to show beside MODEL"),
 }
 MEASURES = {
     "--knockouts=N": (
         lambda text: 0 if text == "0" else shared.positive(text),
-        "most experts that are removed, each alone: those that take most more of a label, and "
-        "drawn ones; 0 removes none",
+        "maximum number of experts to remove, one at a time: those that take most more of a "
+        "label, and randomly drawn ones; 0 removes none",
     ),
-    "--knockout_texts=N": "texts of each label that are scored without them",
-    "--max_tokens=N": "tokens of a row; longer texts are several rows",
-    "--min_tokens=N": "tokens that a label has at least",
-    "--batch_size=N": "rows at once",
-    "--capacity=dropless|trained": "of experts: dropless drops no token; trained drops as "
-    "evaluation does",
-    "--factors=X,X": "capacity factors at which drops are measured, a pass each",
-    "--seed=N": (int, "of masked spans, permutations and draws"),
+    "--knockout_texts=N": "texts of each label that are scored without the removed expert",
+    "--max_tokens=N": "tokens of a row; longer texts take several rows",
+    "--min_tokens=N": "fewest tokens that a label may have",
+    "--batch_size=N": "rows processed at once",
+    "--capacity=dropless|trained": "capacity of experts: dropless drops no token; trained "
+    "drops as evaluation does",
+    "--factors=X,X": "capacity factors at which drops are measured, one pass each",
+    "--seed=N": (int, "seed of masked spans, permutations and draws"),
 }
 DEFAULTS = {
     "knockouts": 256,
@@ -68,7 +68,7 @@ def add_command(commands) -> None:
         "model_dir",
         type=shared.model_folder,
         metavar="MODEL",
-        help="folder, or `tiny`, the model that ships; nothing is written there",
+        help="folder, or `tiny`, the model that ships with switchx; nothing is written there",
     )
     shared.add_trust(parser)
     parser.add_argument(
@@ -77,14 +77,14 @@ def add_command(commands) -> None:
         nargs="+",
         type=shared.not_empty,
         metavar="TEXTS",
-        help="files, or folders of files; of `tiny` the texts that ship with it",
+        help="files, or folders of files; default for `tiny`: the texts that ship with it",
     )
-    shared.add_output(parser, "folder to write; nothing may be there", "DIR", required=True)
+    shared.add_output(parser, "folder to write; must be new or empty", "DIR", required=True)
     shared.add_flags(parser, INPUTS)
     parser.set_defaults(text_column="text")
     shared.add_step(parser, "checkpoint of a run folder")
     second = {"--against_step=N": "checkpoint of the second model"}
-    second["--against_task=NAME"] = "task of the second model, where its experts are divided"
+    second["--against_task=NAME"] = "task of the second model, if its experts are divided"
     shared.add_flags(parser, second)
     shared.add_task(parser)
     shared.add_flags(parser, MEASURES, **DEFAULTS, capacity="dropless")
@@ -153,7 +153,7 @@ def _write(arguments: argparse.Namespace, reporter) -> dict:
 
 
 def _names(folders: list[tuple]) -> list[str]:
-    """Names of the models: of their folders, and where these are equal with the step."""
+    """Names of the models: those of their folders, plus the step where these are equal."""
     names = [pathlib.Path(folder).expanduser().absolute().name for folder, *_ in folders]
     if len(set(names)) < len(names):
         names[1] += f"_{folders[1][1]}" if folders[1][1] is not None else "_against"

@@ -7,9 +7,9 @@ from switchx.bench.accelerator import command as accelerator
 from switchx.cli import arguments as shared
 
 BENCH = """\
-Measures, in one process whose contenders take turns, and prints ratios against a baseline
-measured in the same run. Medians; the machine should have nothing else to do. The exit
-status is 1 where a bound does not hold.
+Measures contenders that take turns in one process, and prints medians, and ratios against a
+baseline measured in the same run. The machine should have nothing else to do. The exit
+status is 1 if a bound does not hold.
 
   switchx bench train          a training step, sparse against dense and against PyTorch
   switchx bench moe            one sparse layer by dispatcher, and a step of decoding
@@ -20,25 +20,25 @@ status is 1 where a bound does not hold.
                                the same beside the layers of clones of MaxText and
                                Flaxformer; --peer may be given twice
   switchx bench soak --seconds=3600
-                               a server with good and bad clients for so long
+                               a server with good and bad clients, for that long
   switchx bench train --json   the same as one JSON object on the last line
 
-PyTorch and transformers are of the extra `hf`, servers of `serve`, CTranslate2 of
-`ctranslate2`; docs/capabilities.md has all that is compared, and what was measured.
-`environment` of the object says whether malloc was tuned (docs/command_line.md).
+PyTorch and transformers come with the extra `hf`, servers with `serve`, CTranslate2 with
+`ctranslate2`; docs/capabilities.md lists all comparisons and what was measured. The JSON
+object's `environment` says whether malloc was tuned (docs/command_line.md).
 """
 TUNE = """\
 Measures the candidate tilings of the grouped products on this machine, and writes the
-quickest ones to the file that `pallas_kernels` looks them up in: $PALLAS_KERNELS_TILINGS,
+fastest ones to the file in which `pallas_kernels` looks them up: $PALLAS_KERNELS_TILINGS,
 or pallas_kernels/tilings.json in the user's cache folder. The machine should have nothing
 else to do.
 
-  switchx tune kernels          float, int8 and int4 weights; on CPU a minute
+  switchx tune kernels          float, int8 and int4 weights; takes a minute on CPU
   switchx tune kernels --json   one JSON object on the last line
 """
 CHECK = """\
-Checks and prints the largest errors; the exit status is 1 where one does not hold. What else
-switchx promises, `make promises` measures.
+Checks and prints the largest errors; the exit status is 1 if a check does not hold.
+`make promises` measures what else switchx promises.
 
   switchx check equivalence            every router, dispatcher and way to split eight
                                        devices against one device: outputs, auxiliary
@@ -47,19 +47,19 @@ switchx promises, `make promises` measures.
   switchx check equivalence --json     one JSON object on the last line
   switchx check accelerator --seconds=540 --output=DIR
                                        what one NVIDIA card does: its rates, kernels and their
-                                       variants and tests, training, decoding, exports, in the
-                                       order of what hangs on them, predictions beside; what
+                                       variants and tests, training, decoding, exports, each
+                                       beside its prediction, most depended-on first; what
                                        does not fit is left for a call with --after=DIR
   switchx check accelerator --rehearsal --output=DIR
                                        the same on a CPU, with tiny shapes: nothing is judged
 
-Eight devices are simulated on CPU where XLA_FLAGS does not say otherwise.
+Eight devices are simulated on CPU unless XLA_FLAGS says otherwise.
 """
 BENCH_ROUNDS, TUNE_ROUNDS = 9, 7
 SOAK_S = 3600
 SOAK = {
-    "--seconds=N": f"of soak (default: {SOAK_S})",
-    "--model_dir=DIR": "of soak: a model (default: a small random one)",
+    "--seconds=N": f"soak: how long to run (default: {SOAK_S})",
+    "--model_dir=DIR": "soak: model to serve (default: a small random one)",
 }
 
 
@@ -69,16 +69,16 @@ def add_command(commands) -> None:
     )
     what = ["train", "moe", "kernels", "decode", "compiled", "soak"]
     bench.add_argument("what", choices=what, help="what to measure")
-    bench.add_argument("--quick", action="store_true", help="of compiled: fewer cells")
+    bench.add_argument("--quick", action="store_true", help="compiled: fewer cells")
     bench.add_argument(
         "--peer",
         action="append",
         metavar="FOLDER",
-        help="of compiled: a clone of another project",
+        help="compiled: a clone of another project",
     )
     shared.add_flags(bench, SOAK)
     tune = shared.add_command(
-        commands, "tune", run_tune, "find the quickest tilings of this machine", TUNE
+        commands, "tune", run_tune, "find the fastest tilings for this machine", TUNE
     )
     tune.add_argument("what", choices=["kernels"], help="what to tune")
     for parser, rounds in (
@@ -86,17 +86,17 @@ def add_command(commands) -> None:
         (tune, TUNE_ROUNDS),
     ):
         parser.add_argument(
-            "--rounds", type=shared.positive, metavar="N", help=f"turns (default: {rounds})"
+            "--rounds", type=shared.positive, metavar="N", help=f"rounds (default: {rounds})"
         )
         shared.add_json(parser)
     check = shared.add_command(
         commands, "check", run_check, "check that numbers are the same everywhere", CHECK
     )
     check.add_argument("what", choices=["equivalence", "accelerator"], help="what to check")
-    of_accelerator = check.add_argument_group("of accelerator")
+    of_accelerator = check.add_argument_group("accelerator")
     accelerator.add_arguments(of_accelerator, shared.positive)
     check.add_argument(
-        "--sample", action="store_true", help="each router with each dispatcher once"
+        "--sample", action="store_true", help="check each router with each dispatcher once"
     )
     shared.add_json(check)
 

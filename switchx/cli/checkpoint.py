@@ -10,7 +10,7 @@ from switchx.cli import hosts
 from switchx.fields import json_text
 
 DESCRIPTION = """\
-Looks at the checkpoints of a run folder.
+Inspects and manages the checkpoints of a run folder.
 
   switchx checkpoint inspect DIR     steps, scores and sizes; names, shapes, dtypes, bytes and
                                      sharding of the newest one's arrays
@@ -18,11 +18,11 @@ Looks at the checkpoints of a run folder.
   switchx checkpoint average DIR OUT --steps=900,1000
                                      writes the mean of checkpoints as a new run folder
   switchx checkpoint rewind DIR --step=900
-                                     training goes on from this one, those after it are kept
+                                     training goes on from this one; later ones are kept
                                      under other names
 
-To train or to load on another mesh, or with layers scanned that were unrolled, needs no
-conversion. Nothing but `rewind` changes DIR.
+Training or loading on another mesh, or with layers scanned that were unrolled, needs no
+conversion. Only `rewind` changes DIR.
 """
 INSPECT = """\
 Shows the steps of a run's checkpoints, and the arrays of one of them: names, shapes,
@@ -30,30 +30,30 @@ dtypes, bytes, and how they were spread over the mesh that saved them. Reads no 
 """
 VERIFY = """\
 Reads every byte of the checkpoints of a run and names every fault: files that are missing,
-cut or changed; parameters that are not those of the run's model; values that are not finite;
-states of the data that do not belong to the step. Exit status 1 where there is one.
+truncated or changed; parameters that are not those of the run's model; values that are not
+finite; data states that do not belong to the step. The exit status is 1 if there is a fault.
 Several processes read a checkpoint together, each its share.
 """
 AVERAGE = """\
-Writes averaged parameters of a run into OUT, a new folder that is read as a run folder is: by
+Writes averaged parameters of a run into OUT, a new folder that is read like a run folder: by
 `switchx eval`, `generate`, `export`, `quantize`, `switchx.load` and INIT_FROM.
 """
 REWIND = """\
-Makes an earlier checkpoint the newest: `switchx train`, with the command that it had, goes on
-from there, with its optimizer and its place in the data. Later checkpoints are renamed to
-`STEP.superseded-1` and yours to delete. To begin with its parameters and a fresh optimizer,
+Makes an earlier checkpoint the newest: the same `switchx train` command then goes on from
+there, with that checkpoint's optimizer and place in the data. Later checkpoints are renamed to
+`STEP.superseded-1` and are yours to delete. To begin with its parameters and a fresh optimizer,
 train another run folder with INIT_FROM and INIT_STEP.
 """
 
 AVERAGED = {
-    "--steps=N,N,..": (shared.numbers, "the mean of the checkpoints after so many steps each"),
+    "--steps=N,N,..": (shared.numbers, "the mean of the checkpoints at these steps"),
     "--moving": "the moving average that training kept (StepConfig.ema_decay)",
 }
 
 
 def add_command(commands) -> None:
     parser = shared.add_command(
-        commands, "checkpoint", None, "look into checkpoints, or go back to one", DESCRIPTION
+        commands, "checkpoint", None, "inspect checkpoints, or go back to one", DESCRIPTION
     )
     actions = parser.add_subparsers(
         title="actions", metavar="inspect|verify|average|rewind", required=True
@@ -73,7 +73,7 @@ def add_command(commands) -> None:
         action.set_defaults(run=run, parser=action)
         shared.add_json(action)
         if name == "verify":
-            action.add_argument("--step", type=int, metavar="N", help="this one; default: all")
+            action.add_argument("--step", type=int, metavar="N", help="step; default: all")
             hosts.add_hosts(action)
         elif name == "inspect":
             shared.add_step(action, "checkpoint")
@@ -87,7 +87,7 @@ def _add_average(action) -> None:
     action.add_argument("out", metavar="OUT", help="new folder")
     which = action.add_mutually_exclusive_group(required=True)
     shared.add_flags(which, AVERAGED)
-    shared.add_step(action, "with --moving, as of the checkpoint")
+    shared.add_step(action, "with --moving, the checkpoint that has it")
 
 
 def inspect(arguments: argparse.Namespace) -> int:
@@ -291,7 +291,7 @@ def _paths(run) -> list:
 
 
 def _chosen(run, step, checkpoints) -> int:
-    """The step whose arrays are shown: no bytes of them are read."""
+    """The step whose arrays are shown; none of the arrays' bytes are read."""
     whole = [row for row in checkpoints if row["fault"] is None]
     if step == "best":
         whole = [row for row in whole if row["score"] is not None]

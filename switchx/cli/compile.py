@@ -9,22 +9,22 @@ from switchx.cli import arguments as shared
 
 DESCRIPTION = """\
 Compiles the training step that gin files describe, forward, backward and optimizer, for a
-slice of TPUs or GPUs that this machine does not have, and prints what it takes there: bytes
-of a device's memory and whether they fit, FLOPs, collectives with their bytes. Nothing is
-run, and no parameter is allocated.
+slice of TPUs or GPUs that this machine need not have, and prints what it takes there: bytes
+of each device's memory and whether they fit, FLOPs, and collectives with their bytes. Nothing
+is run, and no parameter is allocated.
 
   switchx compile --gin_file=configs/runs/pretrain_switch_c.gin --topology=v4:8x8x16
   switchx compile --gin_file=configs/runs/pretrain_switch_base.gin --topology=v5e:16x16 --json
 
 Topologies are v4:8x8x16, v5e:16x16, v5p:8x8x16, v6e:16x16, tpu7x:4x4x4 and the like, h200 and
-h200:8. Experts may be in host memory on all of them (configs/storage/host.gin): host
-bytes, copies that are overlapped, and strides that would be read backwards are then printed.
-The compilers are installed once, into folders of their own:
+h200:8. Experts may be in host memory on all of them (configs/storage/host.gin): the output
+then has host bytes, overlapped copies, and strides that would be read backwards.
+The compilers are installed once, each into a folder of its own:
 
   python -m pallas_kernels.aot.install tpu .venv/aot_tpu
   python -m pallas_kernels.aot.install gpu .venv/aot_gpu
 
-The exit status is 1 where the step does not fit, or another check does not hold.
+The exit status is 1 if the step does not fit, or another check does not hold.
 """
 
 
@@ -34,7 +34,7 @@ def add_command(commands) -> None:
     )
     shared.add_gin_arguments(parser)
     shared.add_flags(
-        parser, {"--topology=KIND:SIDES": "such as v4:8x8x16, or h200:8"}, required="topology"
+        parser, {"--topology=KIND:SIDES": "slice: v4:8x8x16, h200:8, .."}, required="topology"
     )
     shared.add_json(parser)
 
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _status(returncode: int) -> int:
-    """The exit status of the process that compiled; 1, and a line, where a signal ended it."""
+    """The exit status of the compiling process; 1, and a message, if a signal ended it."""
     if returncode >= 0:
         return returncode
     name = signal.Signals(-returncode).name

@@ -11,12 +11,12 @@ from switchx.cli import arguments as shared
 from switchx.fields import json_text
 
 _FIELD = re.compile(r"[A-Z][a-z]+: ")  # "Question: ", "Model: " of a run's comment
-# To a full stop before a new sentence, which that of "et al." is not, or to the next field.
+# Up to a full stop before a new sentence (not that of "et al."), or up to the next field.
 _SENTENCE = re.compile(r".*?(?:(?<! al)(?<!e\.g)\.(?=\s+[^a-z\s])|$)", re.MULTILINE)
 
 DESCRIPTION = """\
-Lists the gin files that ship, each with what it says of itself; or copies one to edit. Names
-are the same in a checkout and in an installed package, and from any folder.
+Lists the gin files that ship, each with its own description, or copies one to edit. Names
+are the same in a checkout, in an installed package, and from any folder.
 
   switchx configs
   switchx configs "runs/pretrain*"
@@ -40,7 +40,7 @@ def add_command(commands) -> None:
         help="part of a name, or a pattern such as 'runs/*tiny*' (default: all)",
     )
     parser.add_argument(
-        "--copy", type=pathlib.Path, metavar="FILE", help="write the one that is found there"
+        "--copy", type=pathlib.Path, metavar="FILE", help="copy the one file found to FILE"
     )
     shared.add_json(parser)
 
@@ -90,7 +90,7 @@ def _copy(root: pathlib.Path, found: list[str], arguments: argparse.Namespace) -
 
 
 def _first_sentence(path: pathlib.Path) -> str:
-    """The first sentence, or the first field of a run's, of a gin file's leading comment."""
+    """The first sentence of a gin file's leading comment, or the first field of a run's."""
     comment = itertools.takewhile(
         lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines()
     )

@@ -20,39 +20,39 @@ from __gin__ import dynamic_registration
 from switchx.models import config
 """
 DESCRIPTION = """\
-Converts a model of T5, T5 1.1, mT5, UMT5, ByT5 or Switch Transformers, or of Llama, Qwen2,
-Qwen3, OLMo2, Mixtral, OLMoE, FlexOlmo, Qwen2-MoE, Qwen3-MoE, ERNIE-4.5-MoE, GLM-4-MoE or
-dots1, from or to a folder of Hugging Face's transformers, Mistral, Granite-MoE and NLLB-MoE
-from one, or T5 and Switch from a T5X checkpoint. Nothing is fetched and nothing in a
-checkpoint is run; pytorch_model.bin is read without unpickling it.
+Converts models: T5, T5 1.1, mT5, UMT5, ByT5, Switch Transformers, Llama, Qwen2, Qwen3, OLMo2,
+Mixtral, OLMoE, FlexOlmo, Qwen2-MoE, Qwen3-MoE, ERNIE-4.5-MoE, GLM-4-MoE and dots1 from and to
+a folder of Hugging Face's transformers; Mistral, Granite-MoE and NLLB-MoE from such a folder
+only; T5 and Switch also from a T5X checkpoint. Nothing is fetched and nothing in a checkpoint
+is run; pytorch_model.bin is read without unpickling it.
 
   switchx convert --from=huggingface SRC DST   SRC has config.json and the weights
   switchx convert --to=huggingface SRC DST     SRC is a run folder or a converted model
   switchx convert --from=t5x SRC DST --gin_file=configs/models/switch_base_released.gin \\
     --vocabulary=spiece.model                  SRC is .../checkpoint_<step>
-  switchx convert --from=peft SRC DST --base=DIR   SRC has adapters of LoRA, DIR their base
+  switchx convert --from=peft SRC DST --base=DIR   SRC has LoRA adapters, DIR is their base
   switchx convert --to=peft SRC DST --base=NAME    SRC is a run of adapters
 
-DST is a new folder. A converted model reads as a run folder does: `switchx.load(DST)`, and to
-fine-tune it
+DST is a new folder. A converted model is read like a run folder: `switchx.load(DST)`, or to
+fine-tune it:
 
   switchx train --gin_file=configs/runs/finetune.gin --gin.INIT_FROM=DST --model_dir=DIR
 """
 
 BASE = {
-    "--base=DIR": "with --from=peft: run folder of the base, as `switchx convert` wrote it of "
-    "the model that the adapters were trained beside; with --to=peft: the base's name, or its "
-    "folder of transformers, by which PEFT finds it"
+    "--base=DIR": "with --from=peft: run folder that `switchx convert` wrote from the base "
+    "model that the adapters were trained with; with --to=peft: the name or transformers "
+    "folder by which PEFT finds the base"
 }
 FLAGS = {
-    "--overflow=drop|dropless|identity": "with --from=huggingface, of Switch Transformers: "
-    "what becomes of a token whose expert is full. drop: transformers 4.52 to 4.57, and from "
-    "5.19 on (default); dropless: 5.0 to 5.17; identity: to 4.51",
-    "--dtype=float32|bfloat16|float16": "of the parameters in DST; default: float32 with "
-    "--from=huggingface, what MODEL says with --from=t5x, what SRC has with --to",
+    "--overflow=drop|dropless|identity": "with --from=huggingface, for Switch Transformers: "
+    "what happens to a token whose expert is full. drop: as transformers 4.52 to 4.57, and "
+    "from 5.19 on (default); dropless: as 5.0 to 5.17; identity: as up to 4.51",
+    "--dtype=float32|bfloat16|float16": "dtype of the parameters in DST; default: float32 with "
+    "--from=huggingface, what MODEL says with --from=t5x, that of SRC with --to",
     "--vocabulary=FILE": "with --from: the SentencePiece model, or the tokenizer.json, that "
     "belongs to SRC; `bytes` for UTF-8 bytes as ByT5 numbers them, `none` for token ids; "
-    "default: its spiece.model, else its tokenizer.json, and bytes of a ByT5",
+    "default: SRC's spiece.model, else its tokenizer.json; bytes for a ByT5",
 }
 
 
@@ -66,12 +66,12 @@ def add_command(commands) -> None:
         "--from", dest="source", choices=["huggingface", "t5x", "peft"], help="what SRC is"
     )
     direction.add_argument(
-        "--to", dest="target", choices=["huggingface", "peft"], help="what DST is to be"
+        "--to", dest="target", choices=["huggingface", "peft"], help="what DST will be"
     )
     shared.add_flags(parser, BASE)
     shared.add_trust(parser)
     parser.add_argument("src", metavar="SRC", help="folder to read")
-    parser.add_argument("dst", metavar="DST", help="folder to make")
+    parser.add_argument("dst", metavar="DST", help="folder to write")
     shared.add_flags(parser, FLAGS)
     shared.add_step(parser, "with --to: checkpoint to convert")
 
@@ -236,7 +236,7 @@ def _write(
             )
         elif vocabulary_file not in (None, "none"):
             file = stack.enter_context(_model_file(pathlib.Path(vocabulary_file), special_ids))
-            # What stands beside a vocabulary that was named apart is not of it.
+            # Files beside a vocabulary that was named separately do not belong to it.
             named = pathlib.Path(vocabulary_file)
             beside = named if named.suffix == ".json" else None
             beside = beside if arguments.vocabulary else named.parent
@@ -258,7 +258,7 @@ def _write(
 
 @contextlib.contextmanager
 def _model_file(file: pathlib.Path, special_ids):
-    """The file of a SentencePiece model: this one, or one made of a `tokenizer.json`."""
+    """The file of a SentencePiece model: this one, or one made from a `tokenizer.json`."""
     if file.suffix != ".json":
         yield file
         return
@@ -273,7 +273,7 @@ def _model_file(file: pathlib.Path, special_ids):
 def _reads_as_t5(vocabulary) -> bool:
     """Whether T5's tokenizer can do what this SentencePiece model does.
 
-    It takes a space before the first word for granted, and has no pieces for single bytes.
+    That tokenizer always puts a space before the first word, and has no single-byte pieces.
     """
     pieces = map(vocabulary.piece, range(vocabulary.num_pieces))
     has_space = vocabulary.encode("a") == vocabulary.encode(" a")
@@ -307,7 +307,7 @@ def _to_huggingface(arguments: argparse.Namespace, reporter) -> None:
 
 
 def _notes_on_prompts(source, vocabulary) -> list[str]:
-    """What a decoder learnt of its prompts that transformers does not know."""
+    """What a decoder learnt about its prompts that transformers does not know."""
     from switchx.checkpoint.run_folder import read_config
     from switchx.data.tasks import TextFormat
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`switchx deploy`: from a trained run to a folder that is served, in six steps."""
+"""`switchx deploy`: from a trained run to a folder ready to be served, in six steps."""
 
 import argparse
 import math
@@ -10,26 +10,26 @@ from switchx.cli import devices
 from switchx.inference.config import DecodingConfig
 
 DESCRIPTION = """\
-Makes of a run what is served, a folder a step (SE-MoE, section 3.1):
+Turns a run into a model to serve, with one folder per step (SE-MoE, section 3.1):
 
   switchx deploy --model_dir=runs/tiny --output=deployed --experts=4 --bits=4 --platform=cpu
   switchx serve --model_dir=deployed/6_deploy
   echo "[69, 70, 258, 1]" | python deployed/6_deploy/run.py
 
   1_fuse      one unsharded model, without the optimizer
-  2_reduce    --experts: fewer of them, like ones merged, or those of the lowest REAP score
-              dropped; with
-              --teacher and --distill_steps trained on its probabilities and the run's text
+  2_reduce    --experts: fewer experts, by merging similar ones or dropping those of the
+              lowest REAP score; with --teacher and --distill_steps, the model is trained on
+              the teacher's probabilities and the run's text
   3_convert   layers unrolled, --dtype
   4_segment   split over --devices of --memory GiB, as the planner chooses
-  5_optimize  --bits of an expert's weight; programs for --platform; where --memory has no
-              room for all experts they stay in host memory and stream to the device
+  5_optimize  --bits per expert weight; programs for --platform; if --memory has no room for
+              all experts, they stay in host memory and stream to the device
   6_deploy    what run.py and `switchx serve` read
 
-The same command again goes on with the first step that is not whole. One with other settings
-begins with the first step that they concern. After each step bytes, validation loss, tokens a
-second and, from the third on, the tokens that differ from those of the same weights in this
-process are printed. The exit status is 1 where a check does not hold.
+Repeating the command goes on with the first incomplete step; with other settings, it begins
+with the first step that these affect. For each step it prints bytes, validation loss, tokens
+per second and, from the third on, how many tokens differ from those of the same weights in
+this process. The exit status is 1 if a check does not hold.
 """
 # Options that are settings of the deployment by the same names.
 SETTINGS = (
@@ -37,40 +37,40 @@ SETTINGS = (
     *("input_length", "teacher", "distill_steps"),
 )
 MODEL = {
-    "--experts=N": (int, "of each Switch layer; default: all that there are"),
+    "--experts=N": (int, "experts to keep in each Switch layer; default: all"),
     "--reduce=merge|drop": "with --experts: merge experts that compute alike, or drop those "
     "of the lowest REAP score",
     "--teacher=DIR": "with --experts: run folder whose model teaches the smaller one",
-    "--distill_steps=N": "with --teacher: steps of training",
-    "--dtype=bfloat16|float32": "of parameters and of computing, routers apart; default: as "
-    "they are",
-    "--devices=N": "to split over",
+    "--distill_steps=N": "with --teacher: number of training steps",
+    "--dtype=bfloat16|float32": "dtype of parameters and of computation, except routers'; "
+    "default: as they are",
+    "--devices=N": "number of devices to split over",
 }
 TARGET = {
-    "--memory=GIB": (float, "of a device; default: no limit"),
-    "--bits=4|8": (int, "of an expert's weight; default: as they are"),
-    "--platform=cpu|tpu|cuda": "to export for",
-    "--device_kind=NAME": "device whose kernels are taken, as JAX names it; default: TPU v5 "
+    "--memory=GIB": (float, "memory of a device; default: no limit"),
+    "--bits=4|8": (int, "bits of each expert weight; default: as they are"),
+    "--platform=cpu|tpu|cuda": "platform to export for",
+    "--device_kind=NAME": "device whose kernels are used, as JAX names it; default: TPU v5 "
     "lite, NVIDIA H200",
-    "--batch_size=N": (int, "inputs at once"),
-    "--input_length=N": (int, "most tokens of an input"),
+    "--batch_size=N": (int, "inputs processed at once"),
+    "--input_length=N": (int, "maximum number of tokens of an input"),
 }
 
 
 def add_command(commands) -> None:
     parser = shared.add_command(
-        commands, "deploy", run, "make a folder that is served, in six steps", DESCRIPTION
+        commands, "deploy", run, "make a folder to be served, in six steps", DESCRIPTION
     )
     shared.add_model_dir(parser, "run folder of `switchx train`; nothing is written there")
     shared.add_output(
-        parser, "folder of the steps; made, or gone on with", "DIR", required=True
+        parser, "folder of the steps; created, or continued", "DIR", required=True
     )
-    shared.add_gin_arguments(parser, default="those of the run, for its validation text")
+    shared.add_gin_arguments(parser, default="the run's own, for its validation text")
     shared.add_step(parser, "checkpoint to deploy")
     shared.add_flags(parser, MODEL, reduce="merge", devices=1)
     devices.add_mesh(parser, "the planner's for --devices; data is 1 unless given")
     shared.add_flags(parser, TARGET, required="platform", batch_size=8, input_length=64)
-    # Searched for, not sampled: tokens are compared.
+    # Outputs are searched for, not sampled: tokens are compared.
     names = (
         *("max_new_tokens", "beam_size", "length_penalty", "min_new_tokens"),
         *("repetition_penalty", "no_repeat_ngram_size", "forced_prefix"),
@@ -176,7 +176,7 @@ def _made(each) -> dict[str, Any]:
 
 
 def _optimized(measured: dict[str, Any]) -> dict[str, Any]:
-    """The row of how the deployed programs have their experts, and what the compiler says."""
+    """The row of where the deployed programs hold experts, and what the compiler reports."""
     compiled = measured["compiled"] or {}
     return {
         "experts_are": measured["experts_are"],
@@ -191,7 +191,7 @@ def _optimized(measured: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fits(measured: dict[str, Any], memory_gib: float | None) -> list:
-    """The check that what the compiler needs is there, where there is a compiler."""
+    """The check that memory suffices for what the compiler reports, if there is a compiler."""
     from switchx.results import Check
 
     if measured["compiled"] is None or memory_gib is None:
@@ -209,7 +209,7 @@ def _settings(arguments: argparse.Namespace):
 
 
 def _command(arguments: argparse.Namespace) -> str:
-    """The command that makes this again, for messages of what is deployed."""
+    """The command that makes this deployment again, for messages of what is deployed."""
     names = ("model_dir", "output", "step", "memory", *SETTINGS)
     given = {name: getattr(arguments, name) for name in names}
     given |= shared.options_of(arguments, DecodingConfig)

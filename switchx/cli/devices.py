@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of commands that use a model: its devices, and the compiler of its programs."""
+"""Arguments of commands that use a model: its devices, and its programs' compiler options."""
 
 import argparse
 
 from switchx.cli import arguments as shared
 
-# Those of a MeshSpec, whose module imports JAX; not `pipe`, which is for training.
+# The axes of a MeshSpec, whose module imports JAX; not `pipe`, which is for training.
 MESH_AXES = ("data", "fsdp", "node", "expert", "model")
 
 
 def add_mesh(parser: shared.CommandParser, default: str) -> None:
-    """`--mesh=expert=4,model=2`; `mesh_spec` makes a MeshSpec of it."""
+    """Adds `--mesh=expert=4,model=2`; `mesh_spec` turns it into a MeshSpec."""
     parser.add_argument(
         "--mesh",
         type=_mesh_sizes,
         metavar="AXIS=N,..",
         help=f"devices along the axes {', '.join(MESH_AXES)} that the model and its batches "
-        f"are split over, as expert=4,model=2; data takes what is left; default: {default}",
+        f"are split over, as expert=4,model=2; data takes the rest; default: {default}",
     )
 
 
@@ -28,19 +28,19 @@ def mesh_spec(arguments: argparse.Namespace):
 
 
 def add_xla(parser: shared.CommandParser) -> None:
-    """`--xla=NAME=VALUE`, several times; `compiler_options` makes CompilerOptions of them."""
+    """Adds the repeatable `--xla=NAME=VALUE`, which `compiler_options` reads."""
     parser.add_argument(
         "--xla",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="option of the compiler of the model's programs, as xla_gpu_autotune_level=2 "
+        help="compiler option for the model's programs, such as xla_gpu_autotune_level=2 "
         "(docs/inference.md); may be given several times",
     )
 
 
 def compiler_options(arguments: argparse.Namespace):
-    """The CompilerOptions of `--xla`, whatever the platform; raises ValueError as these do."""
+    """The CompilerOptions of `--xla`, for any platform; raises ValueError as they do."""
     from switchx.partitioning.compiler_options import CompilerOptions
 
     return CompilerOptions(*[tuple(arguments.xla)] * 3)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`switchx drift`: where two models, or one in two ways, route the same tokens otherwise."""
+"""`switchx drift`: where two models, or one run in two ways, route tokens differently."""
 
 import argparse
 import json
@@ -11,24 +11,24 @@ from switchx.cli import generate
 from switchx.fields import require
 
 DESCRIPTION = """\
-Compares where the same tokens were routed twice, by layer: tokens whose sets of experts differ,
+Compares two routings of the same tokens, layer by layer: tokens whose sets of experts differ,
 experts in common, the margins at which choices flip, and the divergence of the routers.
 
   switchx drift A.parquet B.parquet                   two records of the same inputs
   switchx drift MODEL_A MODEL_B --input=pairs.tsv     two models, scored and recorded here
   switchx drift DIR DIR --steps=200,400 --input=pairs.tsv
 
-Records are those of `switchx eval --record=FILE`, of two checkpoints (--step), precisions or
-dispatchers (--gin.), or of `score` and `generate`. Models are run folders or quantized ones;
+Records are written by `switchx eval --record=FILE`, for two checkpoints (--step), precisions
+or dispatchers (--gin.), or by `score` and `generate`. Models are run folders or quantized ones;
 lines are `input<TAB>target` as for `switchx score`, and the losses of both are printed, too.
 """
 QUANTILES = (0.1, 0.5, 0.9)
-WIDTH = 100  # of the table, where the terminal is no wider
+WIDTH = 100  # of the table, unless the terminal is wider
 
 FLAGS = {
     "--input=FILE": "lines `input<TAB>target` that both models score",
-    "--steps=N,N": "of models: checkpoints of A and of B; default: the newest",
-    "--batch_size=N": "lines at once",
+    "--steps=N,N": "with --input: checkpoints of A and of B; default: the newest",
+    "--batch_size=N": "lines scored at once",
 }
 
 
@@ -36,8 +36,8 @@ def add_command(commands) -> None:
     parser = shared.add_command(
         commands, "drift", run, "compare the routing of two models", DESCRIPTION
     )
-    parser.add_argument("a", metavar="A", help="a record; with --input a model's folder")
-    parser.add_argument("b", metavar="B", help="what is compared with it")
+    parser.add_argument("a", metavar="A", help="a record, or with --input a model's folder")
+    parser.add_argument("b", metavar="B", help="the record or folder to compare with A")
     shared.add_flags(parser, FLAGS, batch_size=32)
     shared.add_trust(parser)
     shared.add_json(parser)
@@ -104,7 +104,7 @@ def _scored(arguments: argparse.Namespace, folder: pathlib.Path):
         generate.run_score(parser.parse_args(["score", *words]))
         lines = scores.read_text(encoding="utf-8").splitlines()
         values = (value for line in lines for value in json.loads(line)["token_logprobs"])
-        # A first token that nothing stands before has none.
+        # A first token with nothing before it has no log-probability.
         logprobs.append(np.array([value for value in values if value is not None]))
     return records, logprobs
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`switchx drops`: what a record of routing says of other capacities, groups and orders."""
+"""`switchx drops`: what a routing record says about other capacities, groups and orders."""
 
 import argparse
 import itertools
@@ -8,9 +8,9 @@ from typing import Any
 from switchx.cli import arguments as shared
 
 DROPS = """\
-Computes which choices a recorded model drops at other capacity factors, group sizes, numbers
-of choices, orders and rounds of rerouting, and the smallest capacity for a wanted share.
-Nothing is computed with the model.
+Computes which choices a recorded model would drop at other capacity factors, group sizes,
+numbers of choices, orders and rounds of rerouting, and the smallest capacity for a wanted share
+of drops. The model itself is not run.
 
   switchx eval --model_dir=DIR --record=eval.parquet
   switchx drops eval.parquet
@@ -19,29 +19,29 @@ Nothing is computed with the model.
   switchx drops eval.parquet --rule=megatron --ranks=8 --microbatches=2 --json
   switchx drops eval.parquet --measured=eval_at_factor_2.parquet
 
-Exact for the first Switch layer of an encoder or of a decoder alone; of later layers a
-first-order estimate, since tokens that are dropped change what these read (docs/drops.md). The
-exit status is 1 where the record's own drops do not follow from it, or where the first
-layer's are not those of --measured.
+Exact for the first Switch layer of an encoder or of a decoder-only model; for later layers a
+first-order estimate, since dropped tokens change what these layers read (docs/drops.md). The
+exit status is 1 if the record's own drops do not follow from it, or if the first layer's
+drops are not those of --measured.
 """
 FLAGS = {
     "--factors=X,X": "capacity factors; default: 1, 1.25, 1.5, 2 and the model's own",
-    "--group_sizes=N,N": "places routed together; default: the recorded, 4 and 16 times as "
-    "many",
+    "--group_sizes=N,N": "places routed together; default: the recorded size, and 4 and 16 "
+    "times it",
     "--num_selected=N,N": "experts that a token chooses; default: as recorded",
-    "--priority=position|gate": "order in which choices get slots; default: as recorded, gate "
+    "--priority=position|gate": "order in which choices get slots; default: as recorded; gate "
     "for megatron",
     "--rounds=N,N": "experts that a token without a slot tries; 1 does not reroute; default: "
     "as recorded",
-    "--rule=switchx|flaxformer|megatron": "whose rule cuts batches into groups",
-    "--ranks=N": "devices that a batch's rows are split over, by the rules of others",
+    "--rule=switchx|flaxformer|megatron": "library whose rule cuts batches into groups",
+    "--ranks=N": "devices that a batch's rows are split over, by the other libraries' rules",
     "--microbatches=N": "parts of a batch that are routed one after another",
-    "--target=X": "share of drops that the smallest capacity is computed for",
-    "--measured=FILE": "a record of the same model and data at another capacity: what RECORD "
-    "predicts of it is compared with it, by layer, and nothing else is computed",
+    "--target=X": "share of drops for which the smallest capacity is computed",
+    "--measured=FILE": "record of the same model and data at another capacity: RECORD's "
+    "predictions are compared with it, by layer, and nothing else is computed",
     "--model_dir=DIR": (
         shared.model_folder,
-        "run folder of the model, for FLOPs and bytes; default: the one that has RECORD",
+        "run folder of the model, for FLOPs and bytes; default: the one that holds RECORD",
     ),
 }
 FACTORS = [1.0, 1.25, 1.5, 2.0]
@@ -52,7 +52,7 @@ def add_command(commands) -> None:
     parser = shared.add_command(
         commands, "drops", run_drops, "predict drops at other capacities and groups", DROPS
     )
-    parser.add_argument("record", metavar="RECORD", help="a Parquet file of --record")
+    parser.add_argument("record", metavar="RECORD", help="Parquet file written by --record")
     shared.add_flags(parser, FLAGS, rule="switchx", ranks=1, microbatches=1, target=0.01)
     shared.add_json(parser)
 
@@ -97,7 +97,7 @@ def run_drops(arguments: argparse.Namespace) -> int:
 
 
 def _compare(record, measured, as_json: bool) -> int:
-    """Predictions of RECORD against what `--measured` has; returns the exit status."""
+    """Compares RECORD's predictions with `--measured`; returns the exit status."""
     from switchx.analysis.drops import prediction_errors
     from switchx.results import Check, Report
 
@@ -112,7 +112,7 @@ def _compare(record, measured, as_json: bool) -> int:
         }
         for name, error in prediction_errors(record, measured).items()
     ]
-    # A decoder that reads an encoder with Switch layers is no exact one.
+    # A decoder that reads an encoder with Switch layers is not predicted exactly.
     check = Check("first_layer_differing_choices", rows[0]["differing"], "==0")
     Report("drops", rows, [check]).print(as_json)
     return 0 if check.holds else 1
@@ -124,7 +124,7 @@ def _own_factors(switch) -> list[float]:
 
 
 def _computed(arguments: argparse.Namespace, record) -> list:
-    """`Drops` of all settings asked for; the first one has the recorded groups or the first."""
+    """`Drops` of all requested settings, first that of the recorded or first-given groups."""
     from switchx.analysis.drops import Drops
     from switchx.analysis.slots import setting_of
 
@@ -147,7 +147,7 @@ def _computed(arguments: argparse.Namespace, record) -> list:
 
 
 def _group_sizes(record, rule: str) -> list[int | None]:
-    """The recorded size, 4 and 16 times as many as far as recorded batches have such groups."""
+    """The recorded size, and 4 and 16 times it as far as recorded batches have such groups."""
     if rule == "megatron":
         return [None]
     firsts = {}
@@ -157,7 +157,7 @@ def _group_sizes(record, rule: str) -> list[int | None]:
             break
     first, *_ = firsts.values()
     (_, T), whole = first.group_shape, first.token_BL.size
-    # Of each stack: one that was recorded in part has no group of more places than it has.
+    # Per stack: a batch recorded in part has no group of more places than were recorded.
     parts = [x.token_BL.size for x in firsts.values() if len(x.token_BL) < x.batch_size]
     most = min([whole, *parts])
     larger = [size for size in (4 * T, 16 * T) if size <= most]
@@ -165,7 +165,7 @@ def _group_sizes(record, rule: str) -> list[int | None]:
 
 
 def _model(arguments: argparse.Namespace, record):
-    """The `ModelConfig` of the run that the record is of; None where no folder says.
+    """The `ModelConfig` of the run that the record is of; None if no folder has it.
 
     Raises:
         ValueError: `--model_dir` has other Switch layers.
@@ -189,7 +189,7 @@ def _model(arguments: argparse.Namespace, record):
 
 
 def _rows(drops, factor: float, model) -> list[dict[str, Any]]:
-    """JSON rows of all layers together and of each; shares are of choices."""
+    """JSON rows for all layers together and for each layer; shares are of choices."""
     router, capacities = drops.setting.switch.router, drops.capacities(factor)
     slots = drops.slots_per_token(factor)
     setting = {
@@ -215,8 +215,8 @@ def _rows(drops, factor: float, model) -> list[dict[str, Any]]:
 def _cost(model, slots_per_token: float) -> dict[str, float]:
     """The cost of one Switch layer's slots for each token, by the planner's formulas.
 
-    FLOPs of the experts' products, forward (`models/flops.py`), and bytes of the slots' inputs,
-    which an exchange between devices sends there, and as many back (`planner/sparse_comm.py`).
+    FLOPs of the experts' forward products (`models/flops.py`), and bytes of the slots' inputs,
+    which an exchange sends between devices, and as many back (`planner/sparse_comm.py`).
     """
     import jax.numpy as jnp
 
@@ -237,7 +237,7 @@ def _print(record, found, factors, target: float, model) -> None:
 
     from switchx.analysis.drops import sentence
 
-    # Wider than any table: what is not as wide as a terminal wraps there, and nothing is cut.
+    # Wider than any table: lines wider than the terminal wrap there, and nothing is cut.
     console = Console(markup=False, highlight=False, soft_wrap=True, width=WIDTH)
     first = found[0]
     if not record.info.is_whole:

@@ -18,36 +18,36 @@ perplexity (higher is better), accuracy, dropped choices and load per expert.
   switchx eval --model_dir=DIR --step=best --json
 
 The configuration is the run's own, DIR/operative_config.gin, and --gin.NAME=VALUE changes
-it: the data, the batch, the capacity and the mesh may be others than in training, what the
-parameters mean may not. For further gin files, name that one too:
+it: the data, batch, capacity and mesh may differ from training, the meaning of the parameters
+may not. To add further gin files, name that file too:
 
   switchx eval --gin_file=DIR/operative_config.gin --gin_file=configs/meshes/one_device.gin \\
     --gin.TrainingJob.eval_batches=None --model_dir=DIR
 
-All checkpoints that were kept, or those of every N-th step, become a table of JSON lines, by
-default evaluations.jsonl of the run folder, which `switchx report` shows; the same command goes
-on where it was stopped:
+All checkpoints that were kept, or those at multiples of N steps, are written to a table of JSON
+lines, by default evaluations.jsonl in the run folder, which `switchx report` shows; the same
+command goes on where it was stopped:
 
   switchx eval --model_dir=DIR --step=all
   switchx eval --model_dir=DIR --step=every:1000 --output=FILE
 
-Where tasks of inputs and targets have metrics (Task.metrics), or --metrics names some, the
-model also writes to the split's inputs, without dropping tokens, and the metrics of what it
-wrote are printed with their libraries' signatures, by task and the mean of all:
+If tasks of inputs and targets have metrics (Task.metrics), or --metrics names some, the model
+also generates outputs for the split's inputs, without dropping tokens, and their metrics are
+printed with their libraries' signatures, by task and as the mean of all:
 
   switchx eval --model_dir=DIR --metrics=bleu,chrf --split=test --beam_size=4 \\
     --bootstrap=1000 --predictions=FILE
 
-Tasks of lm-evaluation-harness are asked by it (`pip install 'switchx[harness]'`); those of
-local files are found in --harness_path:
+Tasks of lm-evaluation-harness are run by it (`pip install 'switchx[harness]'`); --harness_path
+is the folder of tasks in local files:
 
   switchx eval --model_dir=DIR --harness=hellaswag,my_task --harness_path=my_tasks
 
-A folder of `switchx quantize` is evaluated by its texts alone, on the tasks of gin files:
+A folder of `switchx quantize` is evaluated by generated texts only, on the tasks of gin files:
 
   switchx eval --gin_file=DIR/operative_config.gin --model_dir=DIR_INT4 --metrics=bleu
 """
-# Flags of the tasks of gin files.
+# Flags that concern the tasks of gin files.
 _NOT_OF_HARNESS = (
     *("gin_file", "gin_search_paths", "output", "predictions", "record", "replay"),
     *("record_places", "metrics", "tasks", "split", "rank_choices", "bootstrap"),
@@ -56,34 +56,34 @@ _NOT_OF_HARNESS = (
 
 
 class Every(NamedTuple):
-    """All checkpoints of multiples of some steps."""
+    """All checkpoints at multiples of this number of steps."""
 
     steps: int
 
 
 TEXTS = {
-    "--tasks=NAMES": "of a mixture, to answer, separated by commas; default: all with metrics",
-    "--split=NAME": "of the corpora; default: the tasks'",
-    "--max_examples=N": "answer N of each task",
+    "--tasks=NAMES": "tasks of a mixture to answer, with commas; default: all with metrics",
+    "--split=NAME": "split of the corpora; default: the tasks'",
+    "--max_examples=N": "number of examples of each task to answer",
 }
 GENERATION = {
-    "--batch_size=N": "most inputs at once in generation",
+    "--batch_size=N": "maximum number of inputs generated for at once",
     "--rank_choices": "also score the choices of each example and measure the most likely ones",
-    "--bootstrap=N": "samples of sacreBLEU's bootstrap, for intervals of 95%% of BLEU and "
-    "chrF, such as 1000",
-    "--predictions=FILE": "file to write: JSON lines of task, inputs, target, prediction, of "
-    "tasks without metrics too",
+    "--bootstrap=N": "samples of sacreBLEU's bootstrap, for 95%% confidence intervals of BLEU "
+    "and chrF, such as 1000",
+    "--predictions=FILE": "file to write: JSON lines of task, inputs, target, prediction, "
+    "also for tasks without metrics",
     "--harness=TASKS": (
         shared.not_empty,
-        "tasks of lm-evaluation-harness, with commas, in place of the validation split; "
-        "--max_examples and --batch_size are read, too",
+        "tasks of lm-evaluation-harness, separated by commas, in place of the validation "
+        "split; --max_examples and --batch_size apply, too",
     ),
-    "--harness_path=FOLDER": "of further tasks, YAML files",
+    "--harness_path=FOLDER": "folder of further tasks, YAML files",
     "--record=FILE": "also write where every token was routed, a Parquet file "
     "(docs/records.md)",
-    "--replay=FILE": "take the choices of this record of the same batches, in place of the "
+    "--replay=FILE": "use the choices of this record of the same batches, in place of the "
     "routers'",
-    "--record_places=N": "batches beyond so many places are left out of it",
+    "--record_places=N": "batches beyond this many places are left out of the record",
 }
 
 
@@ -92,26 +92,26 @@ def add_command(commands) -> None:
     shared.add_gin_arguments(parser, default="operative_config.gin of the run folder")
     shared.add_model_dir(
         parser,
-        "run folder of `switchx train` or `switchx quantize`; nothing but the table of several "
+        "run folder of `switchx train` or `switchx quantize`; only the table of several "
         "checkpoints is written there",
     )
     parser.add_argument(
         "--step",
         type=_steps,
         metavar="N|best|all|every:N",
-        help="checkpoint to evaluate: after N steps, or the best of those that were evaluated "
-        "in training; all, or those of multiples of N steps; default: the newest",
+        help="checkpoint to evaluate: the one after N steps, or the best of those evaluated in "
+        "training; all, or those at multiples of N steps; default: the newest",
     )
     shared.add_output(parser, "table of several checkpoints; default: in the run folder")
     parser.add_argument(
         "--metrics",
         type=_metric_names,
         metavar="NAMES",
-        help="of generated texts, some of bleu,chrf,rouge,squad,accuracy, instead of the "
-        "tasks' own; none generates nothing",
+        help="metrics of generated texts, some of bleu,chrf,rouge,squad,accuracy, instead of "
+        "the tasks' own; none generates nothing",
     )
     shared.add_flags(parser, TEXTS)
-    # Searched for, not sampled: a score is to be the same again.
+    # Outputs are searched for, not sampled, so that scores are reproducible.
     shared.add_options(
         parser,
         DecodingConfig,
@@ -124,7 +124,7 @@ def add_command(commands) -> None:
 
 
 def _steps(text: str) -> int | str | Every:
-    """A step, `best`, or which checkpoints."""
+    """A step, `best`, or the checkpoints of `Every`."""
     kind, _, number = text.partition(":")
     if text == "all":
         return Every(1)
@@ -202,7 +202,7 @@ def _ask_harness(arguments: argparse.Namespace) -> int:
 
 
 def _evaluate(arguments: argparse.Namespace, reporter) -> tuple[Any, Any]:
-    """The job, and what is measured of it (`switchx.evaluate`, `evaluate_checkpoints`)."""
+    """The job, and its measurements (`switchx.evaluate`, `evaluate_checkpoints`)."""
     from switchx.checkpoint.run_folder import RunFolder
     from switchx.gin_config import building
     from switchx.inference.artifact import is_artifact
@@ -226,7 +226,7 @@ def _evaluate(arguments: argparse.Namespace, reporter) -> tuple[Any, Any]:
     return job, evaluate(arguments.model_dir, job, step=arguments.step, **files, **given)
 
 
-# Tables for a person.
+# Tables for people.
 
 
 def print_checkpoints(lines: list[dict[str, Any]]) -> None:
@@ -270,7 +270,7 @@ def print_tables(job, metrics: dict[str, Any]) -> None:
 
 
 def rows_of_texts(texts: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Metrics of texts: name, score or number, and interval, or why there is none."""
+    """Text metrics: name, score or number, and the interval or why there is none."""
     rows = []
     groups = {name: values["metrics"] for name, values in texts["tasks"].items()}
     for name, metrics in (groups | {"mean": texts["mean"]}).items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of commands that load a model, whose experts may come to the device when chosen."""
+"""Arguments of commands that load a model, whose experts may move to the device on demand."""
 
 import argparse
 from typing import Any
@@ -8,26 +8,26 @@ from switchx.cli import arguments as shared
 from switchx.cli import devices
 
 FLAGS = {
-    "--expert_slots=K": "experts of each Switch layer that are on the device at once, those "
-    "that were chosen last; all are in host memory, and results stay the same; default: all",
+    "--expert_slots=K": "experts of each Switch layer that are on the device at once, the most "
+    "recently chosen; all are in host memory, and results stay the same; default: all",
     "--ring_slots=K": "layers of each stack whose experts are on the device at once; all "
-    "others stream through two of these slots in each step. With --expert_slots a formula "
-    "decides for each call: prompts with many tokens stream, steps move what they chose",
+    "others stream through two of these slots in each step. With --expert_slots, a formula "
+    "decides for each call: prompts with many tokens stream, steps move the chosen experts",
     "--host_bytes=N": "with --expert_slots: host memory for experts, which are read from files "
     "(of `switchx quantize`, or of a run with configs/storage/disk.gin); default: room for all",
     "--expert_policy=lru|decayed_lfu|next_use": "with --expert_slots: which expert makes room "
     "for another (default: lru)",
-    "--expert_cache=FILE": "with --expert_slots: the policy and the host_bytes that `switchx "
-    "simulate cache` wrote into this gin file",
-    "--expert_prefetch": "with --expert_slots: the router of the next layer predicts what is "
-    "moved ahead",
-    "--hardware=NAME|FILE": "with --expert_slots or --ring_slots: a spec (docs/planner.md) "
-    "that the formula of streaming is evaluated for; default: that of the device",
+    "--expert_cache=FILE": "with --expert_slots: gin file of `switchx simulate cache` that "
+    "gives the policy and host_bytes",
+    "--expert_prefetch": "with --expert_slots: the router of the next layer predicts which "
+    "experts to move ahead",
+    "--hardware=NAME|FILE": "with --expert_slots or --ring_slots: spec (docs/planner.md) for "
+    "which the streaming formula is evaluated; default: that of the device",
 }
 
 
 def add_loading(parser: shared.CommandParser) -> None:
-    """What a model is loaded with; `loading` has the settings of `switchx.load`."""
+    """Adds what a model is loaded with; `loading` turns it into settings of `switchx.load`."""
     shared.add_step(parser, "checkpoint of a run folder")
     devices.add_mesh(parser, "one device")
     devices.add_xla(parser)
@@ -59,7 +59,7 @@ def expert_slots(arguments: argparse.Namespace):
     if given.get("hardware"):
         from switchx.hardware.spec import load_hardware
 
-        load_hardware(given["hardware"])  # what is wrong with it is said before the work
+        load_hardware(given["hardware"])  # reports what is wrong with it before the work
     slots, ring_slots = arguments.expert_slots, arguments.ring_slots
     if slots is None:
         if ring_slots is not None:
@@ -83,7 +83,7 @@ def expert_slots(arguments: argparse.Namespace):
 
 
 def traffic_lines(arguments: argparse.Namespace, experts) -> list[str]:
-    """Lines on the slots' traffic, and on the streaming formula for each kind of call.
+    """Lines about the slots' traffic, and the streaming formula for each kind of call.
 
     Args:
         experts: the `OutsideExperts` of a model.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`switchx export`: a trained model as programs for a platform, run without switchx."""
+"""`switchx export`: a trained model as programs for a platform that run without switchx."""
 
 import argparse
 import dataclasses
@@ -14,34 +14,34 @@ from switchx.whole_folders import git_commit, require_free
 
 DESCRIPTION = """\
 Writes a model as two programs of fixed shapes (jax.export), one that reads a batch of inputs
-and one that takes a step, for one or several platforms, with the weights beside them:
+and one that takes a decoding step, for one or more platforms, with the weights beside them:
 
   switchx export --model_dir=runs/tiny --output=exports/tiny --platform=cpu --beam_size=4
   echo "[69, 70, 258, 1]" | python exports/tiny/run.py
 
 The folder holds the programs, weights.safetensors, the vocabulary, export.json (shapes,
-versions, a SHA-256 of every file, how to make it again), and run.py, which needs JAX, NumPy
-and safetensors alone.
+versions, a SHA-256 of every file, how to make it again), and run.py, which needs only JAX,
+NumPy and safetensors.
 
 With --ring_slots=K experts stay in host memory and stream to the device in each call; K - 2
 layers of each stack are always there.
 
-The platform and the mesh need not be here: programs are lowered for them, with their kernels,
-and compiled where they run. What runs them checks platform, devices and JAX's version.
+This machine need not have the platform or the mesh: programs are lowered for them, with their
+kernels, and compiled where they run. Running them checks platform, devices and JAX's version.
 """
 PLATFORMS = ("cpu", "tpu", "cuda")
 
 
 KIND = {
-    "--device_kind=NAME": "device whose kernels are taken, as JAX names it; default: TPU v5 "
-    "lite, NVIDIA H200. One platform alone"
+    "--device_kind=NAME": "device whose kernels are used, as JAX names it; default: TPU v5 "
+    "lite, NVIDIA H200. Only with a single platform"
 }
 SHAPES = {
     "--ring_slots=K": "layers of each stack whose experts are on the device at once; the "
     "others stay in host memory and stream through two of these slots; default: all are on the "
     "device",
-    "--batch_size=N": (int, "inputs at once"),
-    "--input_length=N": (int, "most tokens of an input"),
+    "--batch_size=N": (int, "inputs processed at once"),
+    "--input_length=N": (int, "maximum number of tokens of an input"),
 }
 
 
@@ -50,13 +50,13 @@ def add_command(commands) -> None:
         commands, "export", run, "make programs of a model, to run without switchx", DESCRIPTION
     )
     shared.add_model_dir(parser, "run folder of `switchx train`, or of `switchx quantize`")
-    shared.add_output(parser, "folder to write; nothing may be there", "DIR", required=True)
+    shared.add_output(parser, "folder to write; must be new or empty", "DIR", required=True)
     parser.add_argument(
         "--platform",
         required=True,
         type=_platforms,
         metavar="NAME,..",
-        help=f"what to export for, of {', '.join(PLATFORMS)}",
+        help=f"platforms to export for, some of {', '.join(PLATFORMS)}",
     )
     shared.add_flags(parser, KIND)
     devices.add_mesh(parser, "one device; data is 1 unless given")
@@ -64,7 +64,7 @@ def add_command(commands) -> None:
     shared.add_step(parser, "checkpoint of a run folder")
     shared.add_task(parser)
     shared.add_flags(parser, SHAPES, batch_size=8, input_length=64)
-    # What makes a batch smaller makes another program of it, and there are no texts.
+    # Pruning makes a batch smaller, which takes another program, and there are no texts.
     names = options(DecodingConfig).keys() - {"pruning", "stop"}
     shared.add_options(parser, DecodingConfig, names)
     shared.add_json(parser)
@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     shapes = Shapes(arguments.batch_size, arguments.input_length)
     where = devices.mesh_spec(arguments), devices.compiler_options(arguments)
     model = api.load(arguments.model_dir, arguments.step, task=arguments.task)
-    # An export has no texts, and so none of a model's own that end one.
+    # An export has no texts, so a model's own stop texts do not apply.
     decoding = model.decoding_config(stop=(), **shared.options_of(arguments, DecodingConfig))
     content, num_bytes = export_model(
         output,
@@ -120,7 +120,7 @@ def _ring(content: dict[str, Any], config) -> dict[str, Any]:
 
 
 def _provenance(arguments: argparse.Namespace, model) -> dict[str, Any]:
-    """Where the export comes from, how to make it again, and what texts become for it."""
+    """Where the export comes from, how to make it again, and its text format."""
     from switchx.inference.artifact import is_artifact
 
     names = (

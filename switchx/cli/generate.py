@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`switchx generate` and `switchx score`: what a model answers to lines, and how likely it
+"""`switchx generate` and `switchx score`: a model's answers to lines of text, and how likely it
 finds given answers.
 
 Both read and check all lines before they compute anything (`text/lines.py`).
@@ -23,53 +23,52 @@ Writes what a model answers to each line of a file or of standard input, in thei
   switchx generate --model_dir=DIR --input=questions.txt --output=answers.txt --beam_size=4
   echo "a red house" | switchx generate --model_dir=DIR
 
-A line becomes what training made of a text: eos ends it where the tasks of training did so,
-and <extra_id_0> is sentinel 0 where they had sentinels. A task's prefix, such as "translate
-English to German: ", stands in the line. Line breaks in an output become spaces; --json
-keeps them. With --num_return_sequences above 1 the outputs of a line stand in one line, with
-tabs between them, or with --json in a list, `outputs`; with --logprobs, --json writes them.
+Lines are encoded as texts were in training: eos ends a line if the training tasks did so, and
+<extra_id_0> is sentinel 0 if they had sentinels. A task's prefix, such as "translate English
+to German: ", has to be part of the line. Line breaks in an output become spaces; --json keeps
+them. With --num_return_sequences above 1, the outputs of an input go on one line, separated
+by tabs, or with --json into a list, `outputs`. --logprobs needs --json, which writes them.
 
-With --output, the same command goes on where a killed one left off, and also when lines were
-added to the input: FILE.progress.json says of which inputs and settings the lines are.
-All lines are read and checked before anything is generated: those that are not UTF-8, those
-that are too long and those without a token are errors. An empty one has a token where eos ends
-texts or where the vocabulary has a start.
+With --output, the same command goes on where a killed one left off, also after lines were
+added to the input: FILE.progress.json says which inputs and settings the lines belong to.
+All lines are read and checked before anything is generated: lines that are not UTF-8, are too
+long or have no token are errors. An empty line has a token if eos ends texts or if the
+vocabulary has a start token.
 """
 SCORE = """\
 Scores each line `input<TAB>target` of a file or of standard input: the natural logarithm of
-the target's probability given the input, and the target's tokens, its end included.
+the target's probability given the input, and the target's number of tokens, end included.
 
   switchx score --model_dir=DIR --input=pairs.tsv
   switchx score --model_dir=DIR --input=pairs.tsv --output=scores.tsv
 
-It writes `log likelihood<TAB>tokens` a line, in the order of the input, and at the end what
-all of them together have, on standard error. A decoder-only model also scores a line without
-a tab, a text from its beginning. Targets stand behind the tokens of --forced_prefix, which are
-not scored. As with `switchx generate`, texts become what training made
-of them, --output goes on where a killed command left it, and wrong lines are errors before
-anything is scored.
+It writes one line `log likelihood<TAB>tokens` per input, in the order of the input, and at the
+end the totals, on standard error. A decoder-only model also scores a line without a tab, as a
+text from its beginning. Targets follow the tokens of --forced_prefix, which are not scored. As
+with `switchx generate`, texts are encoded as in training, --output goes on where a killed
+command left it, and wrong lines are errors before anything is scored.
 """
 
 
 def add_command(commands) -> None:
     generate = shared.add_command(
-        commands, "generate", run_generate, "let a model write to each line of a text", GENERATE
+        commands, "generate", run_generate, "let a model answer each line of a text", GENERATE
     )
-    text.add_arguments(generate, "text file, an input a line")
+    text.add_arguments(generate, "text file, one input per line")
     shared.add_options(generate, DecodingConfig)
     shared.add_json(
         generate,
-        "write a JSON object a line: output, tokens, score, is_finished; with --logprobs "
+        "write one JSON object per line: output, tokens, score, is_finished; with --logprobs "
         "token_logprobs and top_logprobs",
     )
     score = shared.add_command(
-        commands, "score", run_score, "log-likelihoods of texts given others", SCORE
+        commands, "score", run_score, "log-likelihoods of targets given inputs", SCORE
     )
     text.add_arguments(score, "file of lines `input<TAB>target`")
     shared.add_options(score, DecodingConfig, ("forced_prefix", "logprobs"))
     shared.add_json(
         score,
-        "write a JSON object a line: log_likelihood, num_tokens; with --logprobs "
+        "write one JSON object per line: log_likelihood, num_tokens; with --logprobs "
         "token_logprobs and top_logprobs",
     )
 
@@ -122,7 +121,7 @@ def _generate(arguments: argparse.Namespace, lines: list[str], model, reporter, 
     text.check(arguments.input, lines, prompt)
     settings = dataclasses.asdict(generator.decoding)
     if arguments.capacity == "dropless":
-        del settings["pruning"]  # the same outputs with it and without
+        del settings["pruning"]  # outputs are the same with and without it
     text.write(arguments, model, lines, settings, compute, reporter)
 
 

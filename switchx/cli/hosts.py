@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of a command that several processes run together, and how they do."""
+"""Options of a command that several processes run together, and how they run it."""
 
 import argparse
 import contextlib
@@ -14,15 +14,15 @@ from switchx.fields import require
 from switchx.object_store import is_address
 
 FLAGS = ("coordinator", "num_processes", "process_id")
-# What a step and the data are computed with: of other versions they may be others.
+# What steps and data are computed with: other versions may compute something else.
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 HOSTS = {
     "--coordinator=HOST:PORT": "where process 0 listens for the others",
-    "--num_processes=N": (int, "processes, all together"),
-    "--process_id=I": (int, "of this one, 0 to N - 1"),
-    "--start_seconds=S": "how long the last process may take to come",
-    "--silence_seconds=S": "without a heartbeat of a process, until it is taken for lost and "
-    "all end",
+    "--num_processes=N": (int, "total number of processes"),
+    "--process_id=I": (int, "number of this process, 0 to N - 1"),
+    "--start_seconds=S": "how long to wait for the last process to arrive",
+    "--silence_seconds=S": "seconds without a heartbeat after which a process is considered "
+    "lost and all end",
 }
 
 
@@ -59,17 +59,17 @@ class Processes:
 
 
 def add_hosts(parser) -> None:
-    """`--coordinator`, `--num_processes`, `--process_id` and the two timeouts."""
+    """Adds `--coordinator`, `--num_processes`, `--process_id` and the two timeouts."""
     group = parser.add_argument_group(
         "several hosts",
-        "One process a machine, all with the same command. Under Slurm (srun), in a\n"
+        "One process per machine, all with the same command. Under Slurm (srun), in a\n"
         "Kubernetes JobSet and on a TPU pod they find each other; docs/several_hosts.md.",
     )
     add_flags(group, HOSTS, start_seconds=300, silence_seconds=60)
 
 
 def processes_of(arguments: argparse.Namespace) -> Processes | None:
-    """The Processes of the options, or else of the launcher's environment; None for one alone.
+    """The Processes of the options, or else the launcher's environment; None for just one.
 
     Raises:
         UsageError: some of the options are given, but not all.
@@ -87,13 +87,13 @@ def processes_of(arguments: argparse.Namespace) -> Processes | None:
 
 
 def _launched() -> Processes | None:
-    """The Processes that a launcher started, or None where it started this one alone.
+    """The Processes that a launcher started, or None if it started only this one.
 
     `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID` (or Kubernetes'
     `JOB_COMPLETION_INDEX`) say so, or else what JAX detects: Open MPI, Slurm, TPU pods, and
     indexed Jobs of Kubernetes. Unlike JAX, a process keeps all devices that it sees.
     """
-    # JAX exports its detection as a part of `jax.distributed.initialize` alone.
+    # JAX exports its detection only as a part of `jax.distributed.initialize`.
     from jax._src.clusters import ClusterEnv, K8sCluster
 
     env = os.environ
@@ -102,7 +102,7 @@ def _launched() -> Processes | None:
             index = "JAX_PROCESS_ID" if "JAX_PROCESS_ID" in env else "JOB_COMPLETION_INDEX"
             return Processes(address, int(env["JAX_NUM_PROCESSES"]), int(env[index]))
         for cluster in ClusterEnv._cluster_types:
-            # JAX would ask the API server about any pod, and fail where it is of no such Job.
+            # JAX would ask the API server about any pod, and fail if it is of no such Job.
             is_no_job = cluster is K8sCluster and "JOB_COMPLETION_INDEX" not in env
             if cluster.opt_in_only_method or is_no_job or not cluster.is_env_present():
                 continue
@@ -124,8 +124,8 @@ def _launched() -> Processes | None:
 def statement(job, arguments: argparse.Namespace, folder: str, *options: str) -> dict[str, Any]:
     """What has to be equal in all processes: the job, its data, the folder, options, the code.
 
-    How a process reads its data, where that lies on its machine, where its disk is, and how
-    many experts of that it caches, is its own.
+    How a process reads its data, where the data lie on its machine, where its disk storage is,
+    and how many of the experts stored there it caches may differ.
 
     Args:
         folder, options: names of the options; `folder` is what they write into.
@@ -179,7 +179,7 @@ def run_together(
 
     Args:
         prepare, state: `state` takes what `prepare` returns. They must not use a device: JAX
-            starts only after them. Where they fail, all processes are told the reason.
+            starts only after them. If they fail, all processes are told the reason.
         work: takes what `prepare` returned; `jax.devices()` has the devices of all processes.
     """
     from switchx.distributed import FAILURE, connect, distributed
@@ -190,7 +190,7 @@ def run_together(
         prepared = prepare()
         statement = state(prepared)
     except (ValueError, OSError) as error:
-        with contextlib.suppress(ValueError, OSError):  # this process' own fault matters more
+        with contextlib.suppress(ValueError, OSError):  # this process's own fault matters more
             connect(*peer, {FAILURE: str(error)}, **timeouts)
         raise
     peers = connect(*peer, statement, **timeouts)
@@ -204,7 +204,7 @@ def run_together(
         except BaseException:
             status = 1
             sys.excepthook(*sys.exc_info())
-        # The ordinary way out would wait for the other processes, which are ending too.
+        # A normal exit would wait for the other processes, which are ending too.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
@@ -212,7 +212,7 @@ def run_together(
 
 
 def reporter_of(processes):
-    """Shows all that happens; of processes but the first, what went wrong."""
+    """Shows all that happens; for processes other than the first, only what went wrong."""
     from switchx.progress import SilentReporter, TerminalReporter
 
     if processes is not None and not processes.is_first:

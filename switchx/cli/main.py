@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `switchx` command: its subcommands, and how errors reach a person."""
+"""The `switchx` command: its subcommands, and how errors are shown to a person."""
 
 import contextlib
 import importlib
@@ -21,8 +21,8 @@ from switchx.cli.arguments import (
 )
 from switchx.own_code import import_from_working_directory
 
-# Modules, in the order of the help. They are quick to import; each imports JAX and what else it
-# needs when it is run.
+# Modules, in the order of the help. They are quick to import; each imports JAX and whatever
+# else it needs when it is run.
 COMMANDS = (
     "train sweep evaluate generate serve quantize export reshape teach deploy convert vocab "
     "tasks configs checkpoint show drops drift atlas plan simulate compile bench"
@@ -37,16 +37,16 @@ A run is described by gin files and written into one folder:
   switchx eval  --model_dir=runs/tiny
 
 The same `switchx train` goes on where an interrupted run left off. --gin.NAME=VALUE changes
-any setting of the gin files, several --gin_file are read in order:
+any setting of the gin files; several --gin_file options are read in order:
 
   switchx train --gin_file=configs/runs/pretrain_tiny.gin --gin.TRAIN_STEPS=100 --model_dir=DIR
 
 `configs/` is found from any folder; runs to start from are in configs/runs.
 """
 EPILOG = """\
-`switchx COMMAND --help` explains one. Exit status: 0 done, 1 failed on the way or a check does
-not hold, 2 wrong input (nothing was done), 3 training stopped itself, 75 saved after a signal
-(under a launcher or of several processes), 130 interrupted.
+`switchx COMMAND --help` explains a command. Exit status: 0 done, 1 failed on the way or a
+check does not hold, 2 wrong input (nothing was done), 3 training stopped itself, 75 saved after
+a signal (under a launcher or with several processes), 130 interrupted.
 """
 
 
@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
         with shown_by(show, has_traceback=has_traceback), _interrupted_by_sigterm():
             status = arguments.run(arguments) or 0
             if sys.stdout is not None:
-                sys.stdout.flush()  # here, where a reader that is gone is met
+                sys.stdout.flush()  # here, where a closed pipe is handled
             return status
     except BrokenPipeError as error:
         if not _is_output_closed():
@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _is_output_closed() -> bool:
-    """Whether what read the output, such as `head`, has gone."""
+    """Whether the reader of the output, such as `head`, has gone."""
     poll = select.poll()
     try:
         poll.register(sys.stdout.fileno(), 0)
@@ -102,9 +102,9 @@ def _is_output_closed() -> bool:
 
 @contextlib.contextmanager
 def _interrupted_by_sigterm() -> Iterator[None]:
-    """SIGTERM is as Ctrl-C: what is half-written is removed, and processes that were begun end.
+    """Treats SIGTERM like Ctrl-C: partial output is removed, and started processes end.
 
-    Training, and a server that listens, have ways of their own to end.
+    Training, and a server that listens, have their own ways to end.
     """
     is_main = threading.current_thread() is threading.main_thread()
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler) if is_main else None
@@ -126,7 +126,7 @@ def _parser() -> CommandParser:
 
 
 def _parse(parser: CommandParser, argv: list[str]):
-    """The arguments, or None where no command is given.
+    """The arguments, or None if no command is given.
 
     Raises:
         UsageError: an option is unknown, missing or has no value.

@@ -15,38 +15,38 @@ MEMORY_PARTS = "state gradients activations working logits gathered slots teache
 
 DESCRIPTION = """\
 Predicts a training step on every mesh and dispatcher that divides the model and the batch:
-its time, its memory on the fullest device, the bytes of its collectives and its bubble. What
-does not fit is counted with the reason; the rest is ranked, and the first three explained.
+its time, its memory on the fullest device, the bytes of its collectives and its bubble. Plans
+that do not fit are counted by reason; the rest are ranked, and the first three explained.
 
   switchx plan --gin_file=configs/runs/pretrain_switch_base.gin --hardware=h200x8x16
   switchx plan --gin_file=configs/runs/pretrain_tiny.gin --hardware=v5e --devices=8 \\
       --output=mesh.gin
   switchx train --gin_file=configs/runs/pretrain_tiny.gin --gin_file=mesh.gin --model_dir=DIR
 
-With --storage experts may be elsewhere than on the device (docs/storage.md): `host` and `disk`
-are planned as training has them there, `auto` takes the first of device, host and disk that
-fits. A table has the bytes of each tier, what a step moves, whether it hides behind products,
-and for a disk the bytes written a day against its endurance.
+With --storage, experts may be elsewhere than on the device (docs/storage.md): `host` and `disk`
+are planned as training keeps them there, `auto` takes the first of device, host and disk that
+fits. A table has the bytes of each tier, what a step moves, whether that hides behind products,
+and for a disk the bytes written per day against its endurance.
 
   switchx plan --gin_file=configs/runs/pretrain_switch_base.gin --hardware=v5e --devices=16 \\
       --storage=auto
 
-Hardware is one of the committed specs (v4, v5e, v5p, v6e, tpu7x, h100, h200, b200, and the
-papers' v100 and a100), for GPUs with the nodes there are (h200x8x16 is 16 nodes of 8), or a
-file of yours (docs/planner.md). Nothing is computed with the model, and no device is needed.
+Hardware is one of the shipped specs (v4, v5e, v5p, v6e, tpu7x, h100, h200, b200, and the
+papers' v100 and a100), for GPUs with the number of nodes (h200x8x16 is 16 nodes of 8), or a
+file of your own (docs/planner.md). The model is not run, and no device is needed.
 """
 
 
 FLAGS = {
     "--hardware=NAME|FILE": "v5p, h200x8x16 (16 nodes of 8), or a spec file FILE.toml",
-    "--devices=N": "default: all h200x8x16 names",
-    "--top=N": "rows",
+    "--devices=N": "number of devices; default: all that a name such as h200x8x16 has",
+    "--top=N": "number of plans to list",
     "--storage=device|host|disk|auto": "where experts are; auto: the first of these that fits; "
-    "default: the gin files'",
-    "--touched=X": "share of the experts that a step uses, as metrics.jsonl of a run with "
-    "experts on a disk has it; default: that of uniform routing",
+    "default: as in the gin files",
+    "--touched=X": "share of the experts that a step uses, as in metrics.jsonl of a run with "
+    "experts on a disk; default: that of uniform routing",
     "--load_of=DIR": "run folder whose last logged routing says how uneven experts' loads are; "
-    "default: taken to be even",
+    "default: loads are taken to be even",
     "--record=FILE": "record of the model's routing (docs/records.md): also predict the "
     "choices that each plan's groups drop",
 }
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     others = {}
     if GROUPS_DO_NOT_DIVIDE in found.refused:
         size, switch = fitting_group_size(job, devices), job.model.switch
-        # With fewer tokens than experts most slots of a group would be empty.
+        # With fewer tokens than experts, most slots of a group would be empty.
         if size and switch.num_experts <= size < switch.group_size:
             smaller = dataclasses.replace(switch, group_size=size)
             model = dataclasses.replace(job.model, switch=smaller)
@@ -127,7 +127,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _with_load(workload, folder: str | None):
-    """The workload with the load of its experts as a run had it."""
+    """The workload with the experts' load that a run had."""
     from switchx.analysis.routing import read_history
     from switchx.checkpoint.run_folder import RunFolder
     from switchx.moe.copy_placement import measured_imbalance
@@ -147,7 +147,7 @@ def _with_load(workload, folder: str | None):
 
 
 def _drops_of(record: str | None, workload):
-    """A function of a layout that returns its drops by a record: of JSON, and in words.
+    """A function of a layout that returns its drops by a record: for JSON, and in words.
 
     Raises:
         ValueError: the record is of other Switch layers, or cannot be read.
@@ -185,7 +185,7 @@ def _drops_of(record: str | None, workload):
 
 
 def _search(arguments, job, workload, hardware, devices: int):
-    """The `Storage` that is planned, and what was found; of `auto` the first with a plan."""
+    """The `Storage` that is planned, and what was found; for `auto`, the first with a plan."""
     from switchx.compiled.workload import planned_storage
     from switchx.planner.search import search
     from switchx.planner.storage_tiers import TIERS
@@ -197,7 +197,7 @@ def _search(arguments, job, workload, hardware, devices: int):
             "moves all experts or none; leave it out, or give --storage=disk or auto"
         )
     storage = dataclasses.replace(planned_storage(job), touched=arguments.touched)
-    # What no mesh changes is said before all of them are refused for it.
+    # What no mesh can change is reported before every mesh is refused for it.
     if tier != "auto" and (reason := job.storage_refusal(tier, {})):
         raise ValueError(reason)
     for each in TIERS if tier == "auto" else [tier]:
@@ -270,9 +270,9 @@ def row(rank: int, plan, workload, hardware) -> dict[str, Any]:
 
 
 def tier_rows(job, layout, workload, hardware, storage) -> list[dict[str, Any]]:
-    """Experts in each tier on one layout: a row a tier, and one of the paper's formulas.
+    """Experts in each tier on one layout: a row per tier, and one by the paper's formulas.
 
-    Bytes are of one device, and of its share of its host.
+    Bytes are those of one device, and of its share of its host.
     """
     from switchx.planner.search import does_not_fit, predict
     from switchx.planner.storage_tiers import TIERS, paper_bytes_of
@@ -311,7 +311,7 @@ def tier_rows(job, layout, workload, hardware, storage) -> list[dict[str, Any]]:
 
 
 def _disk_row(plan, hardware) -> dict[str, Any]:
-    """The row on a disk's reads and writes, and on how long it lasts."""
+    """The columns on a disk's reads and writes, and on how long it lasts."""
     use, step_s = plan.storage, plan.time.step_s
     sharing = min(plan.layout.size, hardware.host.devices)
     day_written = use.day_written(step_s) * sharing
@@ -374,7 +374,7 @@ def _print_teacher(teacher, plan) -> None:
 
 
 def print_tiers(rows: list[dict[str, Any]], storage) -> None:
-    """Prints the tiers of the first plan's layout, in words what a table has no room for."""
+    """Prints the tiers of the first plan's layout, and in words what has no room in a table."""
     from rich.console import Console
     from rich.table import Column, Table
 

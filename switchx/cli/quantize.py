@@ -10,32 +10,32 @@ from switchx.fields import json_text
 from switchx.whole_folders import git_commit, require_free
 
 DESCRIPTION = """\
-Writes a model whose experts' matrices are int8, int4 or float8_e4m3fn, one scale for each
+Writes a model whose experts' matrices are int8, int4 or float8_e4m3fn, with one scale for each
 output feature of each expert, and everything else as it was or in another dtype:
 
   switchx quantize --model_dir=runs/tiny --output=runs/tiny_int4 --bits=4 --rest=bfloat16
   switchx quantize --model_dir=runs/tiny --output=runs/tiny_fp8 --bits=8 --dtype=float8_e4m3fn
 
-Normal weights are off by 0.9% in int8 and by 2.7% in float8; of weights with outliers float8
-can be the better one, and a tpu7x multiplies it faster (docs/kernels.md).
+Normally distributed weights are off by 0.9% in int8 and by 2.7% in float8; for weights with
+outliers float8 can be better, and a tpu7x multiplies it faster (docs/kernels.md).
 
 The folder holds the weights (safetensors), the vocabulary, and artifact.json: what the model
 is, where it comes from, and a SHA-256 of every file, which loading compares. `switchx
-generate`, `switchx score` and `switchx.load` read it as they read a run folder.
+generate`, `switchx score` and `switchx.load` read it like a run folder.
 
 It prints the share of the experts' bytes that is quantized, bytes before and after, and the
-error of every matrix: the root of its mean squared error over that of its mean square.
+error of every matrix: its root mean squared error over its root mean square.
 """
 METHODS = ("absmax", "ft", "mse")
 FLAGS = {
-    "--bits=4|8": (int, "of a weight"),
-    "--dtype=int8|int4|float8_e4m3fn": "of a weight; default: int8 or int4, by --bits",
-    f"--method={'|'.join(METHODS)}": "of choosing a scale: the largest weight (absmax), "
-    "FasterTransformer's (ft), or least squared error (mse); default: mse with 4 bits, absmax "
-    "with 8",
+    "--bits=4|8": (int, "bits of each weight"),
+    "--dtype=int8|int4|float8_e4m3fn": "dtype of weights; default: int8 or int4, by --bits",
+    f"--method={'|'.join(METHODS)}": "how scales are chosen: by the largest weight (absmax), "
+    "as FasterTransformer does (ft), or for least squared error (mse); default: mse with 4 "
+    "bits, absmax with 8",
     "--group_size=N": (int, "inputs of an expert that share a scale; default: all"),
-    "--rest=bfloat16|float32": "dtype of all other parameters, routers apart; default: as they "
-    "are",
+    "--rest=bfloat16|float32": "dtype of all other parameters, except routers'; default: as "
+    "they are",
 }
 
 
@@ -44,7 +44,7 @@ def add_command(commands) -> None:
         commands, "quantize", run, "make a model's experts int8, int4 or float8", DESCRIPTION
     )
     shared.add_model_dir(parser, "run folder of `switchx train`; nothing is written there")
-    shared.add_output(parser, "folder to write; nothing may be there", "DIR", required=True)
+    shared.add_output(parser, "folder to write; must be new or empty", "DIR", required=True)
     shared.add_flags(parser, FLAGS, required="bits")
     shared.add_step(parser, "checkpoint to quantize")
     shared.add_task(parser)
@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _provenance(arguments: argparse.Namespace, model) -> dict[str, Any]:
-    """Where the artifact comes from, and what reading texts with it needs."""
+    """Where the artifact comes from, and what is needed to read texts with it."""
     import jax
     import safetensors
 

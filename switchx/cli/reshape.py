@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`switchx reshape`: the same model with fewer experts, with experts, without any, or with its
+"""`switchx reshape`: the same model with fewer experts, more experts, none, or with its
 adapters merged."""
 
 import argparse
@@ -8,7 +8,7 @@ from typing import Any
 from switchx.cli import arguments as shared
 
 DESCRIPTION = """\
-Writes a model with another number of experts, as a folder to load, train on and export:
+Writes a model with a different number of experts, as a folder to load, train on and export:
 
   switchx reshape --model_dir=runs/tiny --output=fewer --experts=4      of 8
   switchx reshape --model_dir=runs/tiny --output=more --experts=16      two copies of each
@@ -16,14 +16,14 @@ Writes a model with another number of experts, as a folder to load, train on and
   switchx reshape --model_dir=runs/dense --output=sparse --experts=8    copies of its FFNs
   switchx reshape --model_dir=runs/lora --output=whole --merge_adapter  base and adapters
 
-With fewer experts, like ones are merged (--reduce=merge) or those of the lowest --score are
-dropped (--reduce=drop) or become vectors (--novice), by what the layers read of the run's
-validation text. With none, each Switch layer becomes the mean of its experts (merge) or the
-most used one (drop). A dense model gets experts in the last of every --every blocks, made of
-its FFN as --upcycle says, and a new router; a sparse one gets copies of its experts.
+With fewer experts, similar ones are merged (--reduce=merge) or those of the lowest --score are
+dropped (--reduce=drop) or become vectors (--novice), judged by what the layers read of the
+run's validation text. With none, each Switch layer becomes the mean of its experts (merge) or
+its most used one (drop). A dense model gets experts in the last of every --every blocks, made
+from its FFN as --upcycle says, and a new router; a sparse one gets copies of its experts.
 
 It prints parameters, bytes and validation loss (nats per token, nothing dropped) before and
-after. The optimizer's state goes along where the run has one. To train on:
+after. The optimizer's state is converted, too, if the run has one. To train on:
 
   switchx train --gin_file=configs/runs/finetune.gin --gin.INIT_FROM=fewer --model_dir=DIR
 """
@@ -35,32 +35,32 @@ WAYS = ("copies", "virtual_groups", "drop", "counts_merged", "exclusive", "more_
 
 
 CHANGES = {
-    "--merge_adapter": "of a run of adapters (configs/runs/finetune_lora.gin): its base with "
-    "the adapters merged into the weights",
+    "--merge_adapter": "from a run of adapters (configs/runs/finetune_lora.gin), make its base "
+    "with the adapters merged into the weights",
     "--experts=N": (
         int,
-        "of each Switch layer: a divisor or a multiple of those there are, 0 for a dense "
-        "model, or of a dense model at least 2",
+        "experts of each Switch layer: a divisor or a multiple of the present number, 0 to "
+        "make a dense model, at least 2 if the model is dense",
     ),
 }
 FLAGS = {
-    "--reduce=merge|drop": "of a sparse model: merge experts that compute alike, or drop those "
+    "--reduce=merge|drop": "sparse model: merge experts that compute alike, or drop those "
     "of the lowest --score (default: merge)",
-    f"--score={'|'.join(SCORES)}": "experts of high scores stay: frequency, tokens that chose "
+    f"--score={'|'.join(SCORES)}": "score by which experts stay: frequency, tokens that chose "
     "one; ean, sum of its outputs' norms; mean_norm, their mean; reap, mean of gate times norm "
-    "(arXiv:2510.13999); aimer, of weights alone (arXiv:2603.18492); brute_force, the loss "
+    "(arXiv:2510.13999); aimer, from weights alone (arXiv:2603.18492); brute_force, the loss "
     "without it, measured for each (default: reap)",
-    "--novice": "of experts that would be dropped: their mean outputs stay, as vectors "
+    "--novice": "with --reduce=drop: the mean outputs of dropped experts stay, as vectors "
     "(arXiv:2507.00390)",
-    f"--upcycle={'|'.join(WAYS)}": "of a dense model: copies of its FFN (default), of shards "
+    f"--upcycle={'|'.join(WAYS)}": "dense model: copies of its FFN (default), of shards "
     "of it (virtual_groups, arXiv:2410.07524), or with a --share of hidden units drawn anew "
-    "(drop, arXiv:2502.19261). Of experts: copies that count as one (counts_merged, the "
-    "default where a token chooses one), exclude each other (exclusive, else the default), are "
-    "all chosen (more_choices), or copies alone, which is another model",
-    "--share=R": (float, "of --upcycle=drop: part of an expert's hidden units (default: 0.5)"),
-    "--num_selected=K": "of a dense model: experts that a token chooses; above 1 the model "
-    "stays the same (default: 2)",
-    "--every=N": "of a dense model: the last of every N blocks gets experts (default: 2)",
+    "(drop, arXiv:2502.19261). Sparse model: copies that count as one (counts_merged, the "
+    "default if a token chooses one expert), exclude each other (exclusive, the default "
+    "otherwise), are all chosen (more_choices), or plain copies, which is another model",
+    "--share=R": (float, "--upcycle=drop: share of an expert's hidden units (default: 0.5)"),
+    "--num_selected=K": "dense model: experts that a token chooses; above 1 the model stays "
+    "the same (default: 2)",
+    "--every=N": "dense model: the last of every N blocks gets experts (default: 2)",
 }
 
 
@@ -69,8 +69,8 @@ def add_command(commands) -> None:
         commands, "reshape", run, "a model with fewer, new or no experts", DESCRIPTION
     )
     shared.add_model_dir(parser, "run folder of `switchx train`; nothing is written there")
-    shared.add_output(parser, "folder to write; nothing may be there", "DIR", required=True)
-    shared.add_gin_arguments(parser, default="those of the run, for its validation text")
+    shared.add_output(parser, "folder to write; must be new or empty", "DIR", required=True)
+    shared.add_gin_arguments(parser, default="the run's own, for its validation text")
     shared.add_step(parser, "checkpoint to reshape")
     change = parser.add_mutually_exclusive_group(required=True)
     shared.add_flags(change, CHANGES)
@@ -186,14 +186,14 @@ def _changed(arguments: argparse.Namespace, made, model, text, reporter):
 
 
 def _check(arguments: argparse.Namespace, config):
-    """Refuses what cannot be made, before a parameter is read, and says how experts are added.
+    """Refuses what cannot be made before a parameter is read, and sets how experts are added.
 
     Returns:
-        The configuration that is made; of novices, that of fewer experts.
+        The configuration that is made; for novices, that with fewer experts.
 
     Raises:
         ValueError: see `reduced_config`, `dense_config`, `upcycled_config`,
-            `multiplied_config`; or options have no effect.
+            `multiplied_config`; or an option has no effect.
     """
     from switchx.fields import require
     from switchx.models.config import require_one_task

@@ -28,30 +28,31 @@ Answers requests over HTTP until it is stopped:
 POST /v1/generate takes inputs (a text, or a list of texts or of lists of token ids), stream,
 and the options of `switchx generate`, from max_new_tokens on. An answer is what
 that command gives: it does not depend on the requests that it is batched with.
-POST /v1/completions and GET /v1/models are for OpenAI's clients.
-GET / is a page to try it in, /healthz/ready says whether it is, /metrics is for Prometheus.
+POST /v1/completions and GET /v1/models are for OpenAI clients.
+GET / is a page to try it in, /healthz/ready says whether it is ready, /metrics is for
+Prometheus.
 
-It listens on this machine alone unless --host says otherwise. A token, from --token_file or
-the environment's SWITCHX_TOKEN, is then asked for as `Authorization: Bearer TOKEN`. Without
-one, and listening on this machine alone, it answers to this machine's names only.
+It listens on this machine only, unless --host says otherwise. If --token_file or the variable
+SWITCHX_TOKEN gives a token, requests need `Authorization: Bearer TOKEN`. Without a token, and
+listening on this machine only, it answers only requests to this machine's names.
 
-Several models, each under a name that requests give as `model`:
+To serve several models, each under a name that requests give as `model`:
 
   switchx serve --model=small=runs/small --model=base=runs/base
 
-SIGTERM or Ctrl-C: new requests get 503, those that run are answered, and the exit status is
-0; a second one does not wait. SIGHUP loads the newest checkpoint of each model's folder beside
-the one that runs, which answers until then, and what it has begun.
+On SIGTERM or Ctrl-C new requests get 503, running ones are answered, and the exit status is
+0; a second signal does not wait. SIGHUP loads the newest checkpoint of each model's folder
+beside the running one, which answers until then, and finishes what it has begun.
 """
 EXTRA = ("starlette", "uvicorn", "prometheus_client", "jinja2")
 TOKEN_VARIABLE = "SWITCHX_TOKEN"
 LEAST_TOKEN_LENGTH = 16
-# For the threads to look up from what they compile. With a second for connections to close, and
-# one on a machine that computes much else, a server ends within three of its drain's end.
+# Time for threads to finish compiling. With a second for connections to close, and another on
+# a busy machine, a server ends within three seconds of the end of its drain.
 STOPPING_S = 1.0
-# It stands in addresses, labels of metrics and logs.
+# The name appears in addresses, labels of metrics and logs.
 _NAME = re.compile(r"[\w.:@+-]{1,100}", re.ASCII)
-# A name, or an address of version 4 or 6.
+# A name, or an IPv4 or IPv6 address.
 _HOST = re.compile(r"[\w.-]+|[\da-f.]*(:[\da-f.]*){2,}", re.ASCII)
 
 
@@ -67,14 +68,14 @@ def _host_names(text: str) -> list[str]:
 
 FLAGS = {
     "--host=HOST": (shared.not_empty, "address to listen on"),
-    "--port=N": (int, "0 takes a free one"),
-    "--token_file=FILE": "its first line is the token that clients send",
+    "--port=N": (int, "port to listen on; 0 takes a free one"),
+    "--token_file=FILE": "file whose first line is the token that clients send",
     "--allowed_hosts=NAME,NAME": (
         _host_names,
-        "names that `Host` may have, beside localhost, where no token is asked for",
+        "names accepted in `Host`, besides localhost, if no token is required",
     ),
-    "--access_log=FILE": "a line of JSON for each request; - is the standard output (default: "
-    "none)",
+    "--access_log=FILE": "file for one line of JSON per request; - is standard output "
+    "(default: none)",
 }
 
 
@@ -92,7 +93,7 @@ def add_command(commands) -> None:
         action="append",
         type=_named_folder,
         metavar="NAME=DIR",
-        help="such a folder, and what clients call its model; may be given several times",
+        help="such a folder, and the name clients use for it; may be given several times",
     )
     shared.add_trust(parser)
     expert_arguments.add_loading(parser)
@@ -102,7 +103,7 @@ def add_command(commands) -> None:
         "--served_model_name",
         type=_model_name,
         metavar="NAME",
-        help="what clients call the model of --model_dir (default: that of its folder)",
+        help="name that clients use for the model of --model_dir (default: its folder's)",
     )
     shared.add_options(parser, Limits)
 
@@ -134,7 +135,7 @@ def _serve(arguments: argparse.Namespace, token: str | None, reporter) -> int:
     limits = Limits(**shared.options_of(arguments, Limits))
     folders = model_folders(arguments)
     loaded = {name: _loaded(name, folder, reporter) for name, folder in folders.items()}
-    # Before it compiles: an address that is taken is said at once.
+    # Before it compiles, so that an address that is in use is reported at once.
     with open_socket(arguments.host, arguments.port) as listener:
         host, port = listener.getsockname()[:2]
         is_here_alone = is_loopback(arguments.host)
@@ -146,7 +147,7 @@ def _serve(arguments: argparse.Namespace, token: str | None, reporter) -> int:
         address = f"[{host}]" if ":" in host else host
         reporter.note(f"listening on http://{address}:{port}")
         metrics = Metrics()
-        # `loaded` keeps none: a model that is replaced goes.
+        # `loaded` keeps no reference, so that a model that is replaced is freed.
         models = Models([_service(loaded.pop(name), limits, name, metrics) for name in folders])
         reloader = Reloader(models, folders)
         hosts = arguments.allowed_hosts
@@ -159,13 +160,13 @@ def _serve(arguments: argparse.Namespace, token: str | None, reporter) -> int:
 
 
 def _service(model, *settings):
-    """A service that first compiles what the model's last one was asked for."""
+    """A service that first compiles the shapes that the model's last service was asked for."""
     from switchx.serving.asked_shapes import history_of, read_shapes
     from switchx.serving.requests import fault_of_experts
     from switchx.serving.service import Service
 
     asked_before = read_shapes(history_of(model.fingerprint), settings[0])
-    if fault_of_experts(model) is not None:  # as on a mesh, where the last one was not
+    if fault_of_experts(model) is not None:  # as on a mesh, unlike the last service
         asked_before = [shape for shape in asked_before if not shape.is_recorded]
     return Service(model, *settings, asked_before=asked_before)
 
@@ -227,14 +228,14 @@ def _model_name(text: str) -> str:
 
 
 def _leave(threads: Sequence[threading.Thread], status: int) -> int:
-    """Waits for threads; the status, or the end of the process where one does not end.
+    """Waits for threads and returns the status; ends the process if a thread does not end.
 
-    The interpreter cannot end around a thread that is in the compiler: it would abort.
+    The interpreter cannot exit while a thread is in the compiler: it would abort.
     """
     from switchx.serving.models import READER
 
     until_s = time.monotonic() + STOPPING_S
-    # Threads of the pool that scores, too, for which the interpreter would wait; idle ones
+    # Also threads of the scoring pool, for which the interpreter would wait; idle ones
     # have ended. Threads of the caller of this function are not waited for.
     readers = [each for each in threading.enumerate() if each.name.startswith(READER)]
     waited = [*threads, *readers]
@@ -249,7 +250,7 @@ def _leave(threads: Sequence[threading.Thread], status: int) -> int:
 
 @contextlib.contextmanager
 def access_log(file: str | None):
-    """Lines of requests go to a file, which may be moved away (logrotate), or to `-`.
+    """Sends lines on requests to a file, which may be moved away (logrotate), or to `-`.
 
     Raises:
         ValueError: the file cannot be written.
@@ -265,7 +266,7 @@ def access_log(file: str | None):
         raise ValueError(f"--access_log={file} cannot be written: {error}") from error
     handler.setFormatter(logging.Formatter("%(message)s"))
     log.addHandler(handler)
-    log.propagate = False  # not among what the command says
+    log.propagate = False  # keeps it out of the command's own messages
     log.setLevel(logging.WARNING if file is None else logging.INFO)
     try:
         yield

@@ -6,37 +6,37 @@ import pathlib
 
 from switchx.cli import arguments as shared
 
-# Of a drawn schedule.
+# Cells of a drawn schedule.
 MOST_CELLS = 1_000_000
 REPORT = """\
 Writes one HTML page, which needs no other file and no network, about the routing of a run:
 load, drops, entropy and gate of every Switch layer over training, dead experts, where tokens
-go from layer to layer, which tokens an expert gets, how early the routing became the final
-one.
+go from layer to layer, which tokens an expert gets, and how early the final routing
+appeared.
 
   switchx report --model_dir=DIR                   writes DIR/report.html
   switchx report --model_dir=DIR --output=FILE
 
 Several folders are compared: loss in training and validation by step, tokens, FLOPs and time,
-with 95% intervals where runs differ in the seed alone; what differs in their configurations;
+with 95% intervals if runs differ only in the seed; differences between their configurations;
 their routing side by side.
 
   switchx report runs/a runs/b runs/c              writes comparison.html
   switchx report runs/a runs/b --output=FILE
 
-It reads what training recorded, as DIR/metrics.jsonl and DIR/routing/, and may be run while
-training goes on. Nothing is computed with the models.
+It reads what training recorded, such as DIR/metrics.jsonl and DIR/routing/, and may be run
+while training goes on. The models are not run.
 """
 SHOW = """\
 Draws the schedule of a pipeline: which microbatch a stage runs forward (F) and backward (B)
-in which tick, the share of time that is lost (the bubble), and how many inputs are kept.
+in each tick, the share of time that is lost (the bubble), and how many inputs are kept.
 
   switchx show schedule --stages=4 --microbatches=8
   switchx show schedule --stages=4 --microbatches=8 --schedule=interleaved --chunks=2
   switchx show schedule --stages=4 --microbatches=8 --stacks=2     an encoder and a decoder
   switchx show schedule --stages=4 --microbatches=8 --output=1f1b.png
 
-A letter after a microbatch's number is its chunk of an interleaved schedule.
+A letter after a microbatch's number is its chunk in an interleaved schedule.
 """
 STACKS = ((" ",), ("encoder", "decoder"))
 
@@ -49,7 +49,7 @@ def add_command(commands) -> None:
     )
     shared.add_model_dir(parser, "run folder of `switchx train`", required=False)
     shared.add_output(
-        parser, "page to write; default: report.html of the run folder, or comparison.html"
+        parser, "page to write; default: report.html in the run folder, or comparison.html"
     )
     parser = shared.add_command(
         commands, "show", run_show, "draw the schedule of a pipeline", SHOW
@@ -57,14 +57,14 @@ def add_command(commands) -> None:
     parser.add_argument("what", choices=["schedule"], help="what to draw")
     number = {"type": int, "metavar": "N"}
     parser.add_argument("--stages", required=True, help="devices along `pipe`", **number)
-    parser.add_argument("--microbatches", required=True, help="of one batch", **number)
+    parser.add_argument("--microbatches", required=True, help="number per batch", **number)
     parser.add_argument(
         "--schedule",
         default="1f1b",
         choices=["gpipe", "1f1b", "interleaved"],
         help="default: 1f1b",
     )
-    parser.add_argument("--chunks", default=1, help="of a stage, when interleaved", **number)
+    parser.add_argument("--chunks", default=1, help="per stage, if interleaved", **number)
     parser.add_argument(
         "--stacks", type=int, choices=[1, 2], default=1, help="2 for an encoder-decoder"
     )
@@ -178,7 +178,7 @@ def run_show(arguments: argparse.Namespace) -> int:
 
 
 def table_lines(schedule) -> list[str]:
-    """A line a stage, stack and direction; a column a tick."""
+    """One line per stage, stack and direction; one column per tick."""
     width = len(str(schedule.num_microbatches - 1)) + (schedule.num_chunks > 1)
     stacks = STACKS[schedule.num_lanes - 1]
     label = max(map(len, stacks))

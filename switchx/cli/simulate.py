@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`switchx simulate cache`: which policy, and how large a cache of experts in host memory."""
+"""`switchx simulate cache`: the policy and size of a cache of experts in host memory."""
 
 import argparse
 import math
@@ -8,28 +8,28 @@ from switchx.cli import arguments as shared
 
 DESCRIPTION = """\
 Runs the experts that a run requests through a cache in host memory, for each policy and several
-capacities, and writes what to use as a gin file. Nothing is computed with the model.
+capacities, and writes the ones to use as a gin file. The model is not run.
 
   switchx simulate cache --model_dir=DIR --output=cache.gin
   switchx simulate cache --model_dir=DIR --requests=training --tokens_per_step=512
   switchx simulate cache --model_dir=DIR --host_bytes=8000000000 --json
 
 Requests are those that a run with experts in storage recorded (DIR/storage/trace.npz), or are
-made of the newest sample of tokens in DIR/routing: as decoding would request the decoder's
+made from the newest sample of tokens in DIR/routing: as decoding would request the decoder's
 experts, or as training would request all of them (forward, backward, update). The policy is
-chosen on the first half of the requests. The exit status is 1 where a check does not hold:
+chosen on the first half of the requests. The exit status is 1 if a check does not hold:
 next use against Belady's optimum, the choice against the best policy of the second half.
 """
 FLAGS = {
-    "--requests=decoding|training": "what the tokens of DIR/routing are read for (default: "
+    "--requests=decoding|training": "requests to make from the tokens of DIR/routing (default: "
     "decoding)",
     "--tokens_per_step=N": "tokens of a step, over all stacks (default: 1 in decoding, 512 in "
     "training)",
-    "--host_bytes=N": "the capacity in bytes; default: the smallest of 10, 25, 50, 75 and "
+    "--host_bytes=N": "capacity in bytes; default: the smallest of 10, 25, 50, 75 and "
     "100%% of all experts that reaches --min_hits, or the largest",
     "--min_hits=X": "hit rate to reach in the first half",
 }
-# Of the synthetic traces, in the checks.
+# Capacity for the checks' synthetic traces, as a share of all experts.
 FRACTION = 0.25
 
 
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _trace(arguments: argparse.Namespace):
-    """The requests of the run: recorded ones, or made of its routing."""
+    """The requests of the run: recorded ones, or made from its routing."""
     from switchx.analysis.routing import read_snapshots
     from switchx.checkpoint.run_folder import RunFolder, read_sparse_model_config
     from switchx.storage.trace import read_trace, trace_of_choices
@@ -130,7 +130,7 @@ def _job(folder):
 
 
 def _record_bytes(job, layers: list[str], is_training: bool) -> int:
-    """Bytes of an expert's parameters, in training with the optimizer's statistics."""
+    """Bytes of an expert's parameters, and in training of its optimizer statistics."""
     from switchx.compiled.workload import state_arrays
 
     stacks = {name.split()[0] for name in layers}
@@ -138,7 +138,7 @@ def _record_bytes(job, layers: list[str], is_training: bool) -> int:
         array
         for array in state_arrays(job)
         if array.table == "expert_params"
-        and stacks & {*array.name.split("/")}  # the optimizer's begin as `0/mu/decoder`
+        and stacks & {*array.name.split("/")}  # the optimizer's begin like `0/mu/decoder`
         and (is_training or array.kind == "params")
     ]
     total = sum(math.prod(array.shape) * array.itemsize for array in arrays)
@@ -146,7 +146,7 @@ def _record_bytes(job, layers: list[str], is_training: bool) -> int:
 
 
 def _row(what: str, trace, each, name: str = "") -> dict:
-    """The row of hit rates at one capacity, a share of all experts.
+    """The row of hit rates at one capacity, shown as a share of all experts.
 
     Args:
         what: name of the first column.
@@ -172,7 +172,7 @@ def _traffic(trace, each) -> dict:
 
 
 def _checks(chosen) -> tuple[list[dict], list]:
-    """Synthetic traces, and what is promised of them and of the run.
+    """Rows of synthetic traces, and the checks of these and of the run.
 
     Args:
         chosen: the simulation of the run whose capacity and policy are recommended.

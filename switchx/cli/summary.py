@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a command shows a person at its end: the summary of training, and load per expert.
 
-The summary says what was learnt, how fast, where it is, and what to run next.
+The summary says what was learnt, how fast, where the results are, and what to run next.
 """
 
 import argparse
@@ -27,9 +27,9 @@ from switchx.training.job import TrainingJob
 from switchx.training.loop import Outcome
 
 FINETUNE = "configs/runs/finetune.gin"
-# What a run that starts from this one has of its own.
+# Macros that a run that starts from this one sets itself.
 INIT_MACROS = ("INIT_FROM", "INIT_STEP", "INIT_RULES", "INIT_DROP", "INIT_OPTIMIZER")
-# More experts than fit a line are shown by their extremes.
+# Experts that do not fit on a line are shown by least, median and most.
 MAX_COLUMNS = 16
 
 
@@ -38,7 +38,7 @@ def print_summary(
 ) -> None:
     """Prints the summary to standard output.
 
-    Parses other gin files: no configuration of before is left.
+    Parses other gin files: gin's previous configuration is lost.
     """
     validation, metrics = _lines(run.validation), _lines(run.metrics)
     end = "finished" if outcome.is_finished else "stopped by a signal"
@@ -70,10 +70,10 @@ def print_summary(
         "configuration": run.operative_config,
     }
     parts += [_aligned(places), Text("Next", style="bold")]
-    # Longer than any table: lines that will be pasted must not be broken.
+    # No wrapping: lines that will be pasted must not be broken.
     console = Console(markup=False, highlight=False, soft_wrap=True)
     console.print(Group(*parts))
-    # Without a checkpoint only training can go on.
+    # Without a checkpoint, only training can go on.
     commands = next_commands(job, run, outcome, arguments)
     for command in commands if is_saved else commands[1:2]:
         console.print(Text(f"  {command}"))
@@ -82,7 +82,7 @@ def print_summary(
 def next_commands(
     job: TrainingJob, run: RunFolder, outcome: Outcome, arguments: argparse.Namespace
 ) -> list[str]:
-    """Commands to run next: evaluate, go on, fine-tune or merge, look at the routing."""
+    """Commands to run next: evaluate, go on, fine-tune or merge, inspect the routing."""
     folder = f"--model_dir={run.path}"
     names = ("mesh", "hardware", *hosts.FLAGS)
     given = ((name, getattr(arguments, name, None)) for name in names)
@@ -105,18 +105,18 @@ def next_commands(
         command_line("train", *same, *steps, *mesh, folder),
         command_line("train", *finetune, *mesh),
     ]
-    if job.lora is not None:  # what learns on needs a whole model
+    if job.lora is not None:  # further training needs a whole model
         merged = f"--output={str(run.path).rstrip(os.sep)}_merged"
         commands[2] = command_line("reshape", "--merge_adapter", folder, merged)
     return commands if job.model.switch is None else [*commands, command_line("report", folder)]
 
 
 def load_table(model: ModelConfig, load: list[list[float]]) -> Group:
-    """A row a Switch layer, named by its stack and block.
+    """One row per Switch layer, named by its stack and block.
 
     Args:
-        load: choices by expert over the layer's tokens, so k in sum; the encoder's layers
-            first.
+        load: choices of each expert over the layer's tokens, so k in sum; the encoder's layers
+            come first.
     """
     num_experts = model.switch.num_experts
     table = Table("layer", box=None, pad_edge=False)
@@ -128,7 +128,7 @@ def load_table(model: ModelConfig, load: list[list[float]]) -> Group:
         if not is_short:
             shares = [min(shares), sorted(shares)[num_experts // 2], max(shares)]
         table.add_row(name, *(f"{share:.2f}" for share in shares))
-    # Not the table's title, which would be broken to the table's width.
+    # Not the table's title, which would be wrapped to the table's width.
     return Group("load per expert (1.00 is an even share)", table)
 
 
@@ -143,7 +143,7 @@ def _finetuning_fits(job: TrainingJob, run: RunFolder) -> bool:
     try:
         building.parse_files([FINETUNE], [f"INIT_FROM={run.path}"])
         model = building.build("JOB", TrainingJob).model
-    except ValueError:  # a class of its own, or rows that are too short
+    except ValueError:  # a class of the user's own, or rows that are too short
         return False
     return abstract_params(model) == abstract_params(job.model)
 
@@ -195,7 +195,7 @@ def _goodput(goodput: dict[str, Any], metrics: list[dict[str, Any]]) -> dict[str
             f"{longest['max_process']}); slow steps {sum(t['slow_steps'] for t in times)}"
         )
         late = max(times, key=lambda each: each["late_s"] - each["late_median_s"])
-        if late["late_s"] > 2 * late["late_median_s"]:  # never of one process alone
+        if late["late_s"] > 2 * late["late_median_s"]:  # never true of a single process
             rows["latest process"] = (
                 f"{late['late_process']}, whose devices waited {late['late_s']:.1f} s for it "
                 f"(the median process' {late['late_median_s']:.1f} s) before a line of metrics"
@@ -204,7 +204,7 @@ def _goodput(goodput: dict[str, Any], metrics: list[dict[str, Any]]) -> dict[str
 
 
 def _peaks(peaks: dict[str, dict[str, dict[str, Any]]]) -> list[Text]:
-    """The best score of each metric of each task, and the step that had it."""
+    """The best score of each metric of each task, and the step that reached it."""
     shown = "{score:.2f} (step {step}, {examples:,} examples)"
     rows = {
         f"{task}: {name}": shown.format(**peak)

@@ -9,24 +9,24 @@ from switchx.fields import json_text
 
 DESCRIPTION = """\
 Trains each configuration of a grid with each seed, as `switchx train` does, and says which has
-the lowest validation loss at the end, and whether that is at the edge of the grid; none where
-validation sets differ:
+the lowest validation loss at the end, and whether it is at the edge of the grid; it names none
+if validation sets differ:
 
   switchx sweep --gin_file=configs/runs/pretrain_tiny.gin --gin.TRAIN_STEPS=100 \\
     --gin.LEARNING_RATE=0.3,1,3 --seeds=3 --output=sweeps/rate
 
-A value with commas stands in brackets or in quotes of its own: --gin.NAME="(1, 2),(3, 4)" has
-two values, --gin.NAME="'a,b'" has one.
+A value with commas needs brackets or quotes of its own: --gin.NAME="(1, 2),(3, 4)" has two
+values, --gin.NAME="'a,b'" has one.
 
-The same command goes on where it was ended: cells that are done are not run again, others
-resume from their checkpoints. Values and more seeds may be added. A cell that fails is named,
-its log is in DIR/logs, others go on, and the exit status is 1. `switchx report DIR/*=*` draws
-all cells on one page, and says whether seeds tell the best two apart.
+The same command goes on where it was ended: finished cells are not run again, others resume
+from their checkpoints. Values and seeds may be added. If a cell fails, it is named, its log is
+in DIR/logs, the others go on, and the exit status is 1. `switchx report DIR/*=*` draws all
+cells on one page, and says whether the seeds tell the best two apart.
 """
 
 FLAGS = {
-    "--seeds=N": "seeds of each configuration: its own, and those that follow it",
-    "--workers=N": "cells at a time, each in a process of its own, on the same devices",
+    "--seeds=N": "seeds of each configuration: its own, and the numbers that follow it",
+    "--workers=N": "cells run at a time, each in its own process, on the same devices",
 }
 
 
@@ -35,7 +35,7 @@ def add_command(commands) -> None:
         commands, "sweep", run, "train a grid of configurations with several seeds", DESCRIPTION
     )
     shared.add_gin_arguments(parser)
-    shared.add_output(parser, "folder of the sweep, a run folder a cell", "DIR", required=True)
+    shared.add_output(parser, "sweep folder, a run folder per cell", "DIR", required=True)
     shared.add_flags(parser, FLAGS, seeds=1, workers=1)
     shared.add_json(parser)
 

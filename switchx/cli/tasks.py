@@ -8,27 +8,27 @@ from switchx.cli import arguments as shared
 from switchx.fields import json_text
 
 DESCRIPTION = """\
-Lists the downstream tasks, or shows an example of one: the text that a model reads, the one
-it is to write, and how the task is measured.
+Lists the downstream tasks, or shows an example of one: the text that a model reads, the text
+it has to write, and how the task is measured.
 
   switchx tasks
   switchx tasks glue_cola --manual_dir=DATA
   switchx tasks squad --data_dir=DIR --split="validation[:10%]" --example=3
   switchx tasks tfds:ag_news_subset --inputs="news: {title}" --targets="{label}" --data_dir=DIR
 
-Without --manual_dir the data set is read as TFDS prepared it below --data_dir. To train on it:
+Without --manual_dir, the data set is read as TFDS prepared it in --data_dir. To train on it:
 
   switchx train --gin_file=configs/runs/finetune_task.gin \\
     --gin_file=configs/tasks/glue_cola.gin --gin.INIT_FROM=DIR --model_dir=OTHER_DIR
 """
 
 FLAGS = {
-    "--data_dir=DIR": "TFDS' folder; prepared data go there",
+    "--data_dir=DIR": "TFDS's folder; prepared data go there",
     "--manual_dir=DIR": "folder of the published files",
-    "--split=NAME": "or a slice; default: the training split, or what is evaluated alone",
-    "--example=N": (int, "of the split, from 0"),
-    "--inputs=TEMPLATE": 'such as "question: {question}"',
-    "--targets=TEMPLATE": 'such as "{answer}"',
+    "--split=NAME": "split or slice; default: that of training, or of evaluation if none is",
+    "--example=N": (int, "number of the example in the split, from 0"),
+    "--inputs=TEMPLATE": 'template of inputs, such as "question: {question}"',
+    "--targets=TEMPLATE": 'template of targets, such as "{answer}"',
 }
 
 
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _task(arguments: argparse.Namespace):
-    """The task that is named, its vocabulary one of bytes: none is needed to read texts."""
+    """The named task, with a vocabulary of bytes: reading texts needs no other."""
     from switchx.data.downstream.tasks import task
     from switchx.data.downstream.templates import Templates, template_task
     from switchx.data.tokenizers import ByteVocabulary

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`switchx teach`: a teacher's most probable tokens of a student's batches, on a disk."""
+"""`switchx teach`: a teacher's most probable tokens for a student's batches, on disk."""
 
 import argparse
 import functools
@@ -11,7 +11,7 @@ from switchx.fields import json_text
 from switchx.malloc import keep_freed_memory
 
 DESCRIPTION = """\
-Reads the batches that a student will be trained on, and writes what its teacher gives to them:
+Reads the batches that a student will be trained on, and writes its teacher's logits for them:
 
   switchx teach --gin_file=configs/runs/distill.gin --gin.TEACHER=runs/tiny --output=answers \\
     --top=16
@@ -19,11 +19,11 @@ Reads the batches that a student will be trained on, and writes what its teacher
     --gin.Distillation.starts_from_teacher=False --model_dir=runs/student
 
 The first command has the gin files and bindings of the second, so that task, seed, batches and
-TRAIN_STEPS are the same; another batch is refused when it is trained on. Several students can
-learn from one folder. Of each place --top tokens and their logits are kept, 8 bytes each.
+TRAIN_STEPS are the same; training refuses any other batch. Several students can learn from one
+folder. For each position --top tokens and their logits are kept, 8 bytes per token.
 
-Several processes, started as those of `switchx train`, write their rows of each batch; any
-number of them reads.
+Several processes, started like those of `switchx train`, write their rows of each batch; any
+number of processes can read them.
 """
 
 
@@ -33,8 +33,8 @@ def add_command(commands) -> None:
     )
     shared.add_gin_arguments(parser)
     shared.add_trust(parser)
-    shared.add_output(parser, "folder to write; nothing may be there", "DIR", required=True)
-    shared.add_flags(parser, {"--top=K": "tokens kept"}, top=16)
+    shared.add_output(parser, "folder to write; must be new or empty", "DIR", required=True)
+    shared.add_flags(parser, {"--top=K": "tokens kept per position"}, top=16)
     shared.add_json(parser)
     hosts.add_hosts(parser)
 

@@ -16,55 +16,55 @@ and the operative configuration into the run folder.
 
   switchx train --gin_file=configs/runs/pretrain_tiny.gin --gin.TRAIN_STEPS=100 --model_dir=DIR
 
-Started again with the same command, it resumes from the last complete checkpoint, to the
-bit; kill -9 does no harm. SIGTERM and Ctrl-C save before they leave, a second Ctrl-C
-waits for a save alone; under a launcher or of several processes each then leaves with status
-75, to be started again. --stop_on_alarm saves and ends with status 3 at the first alarm of the
-routing; the same command goes on, past it. It ends with a summary on standard output, and says
-where compiled programs are kept (JAX_COMPILATION_CACHE_DIR; JAX_ENABLE_COMPILATION_CACHE=false
-keeps none).
+Started again with the same command, it resumes bit for bit from the last complete checkpoint;
+kill -9 does no harm. On SIGTERM or Ctrl-C it saves before it exits; a second Ctrl-C waits only
+for a save; under a launcher or with several processes, each then exits with status 75, to be
+started again. --stop_on_alarm saves and ends with status 3 at the first routing alarm; the
+same command goes on past it. Training ends with a summary on standard output, and says where
+compiled programs are kept (JAX_COMPILATION_CACHE_DIR; JAX_ENABLE_COMPILATION_CACHE=false keeps
+none).
 
 Macros that every file in configs/runs honours:
 
   TRAIN_STEPS       step at which training ends; may be raised to go on
-  BATCH_SIZE        rows of a batch, over all devices
-  INPUTS_LENGTH     tokens of a row, for the encoder
-  TARGETS_LENGTH    tokens of a row, for the decoder
+  BATCH_SIZE        rows per batch, over all devices
+  INPUTS_LENGTH     tokens per row, for the encoder
+  TARGETS_LENGTH    tokens per row, for the decoder
   NUM_MICROBATCHES  parts of a batch whose gradients are summed
-  LEARNING_RATE     of the optimizer's file
-  WARMUP_STEPS      of the optimizer's file, where it has a warm-up
-  SEED              of parameters, dropout, jitter and data order
+  LEARNING_RATE     learning rate of the optimizer's file
+  WARMUP_STEPS      warm-up steps of the optimizer's file, if it has a warm-up
+  SEED              seed of parameters, dropout, jitter and data order
   LOG_EVERY         steps between lines of metrics.jsonl
   EVAL_EVERY        steps between evaluations
   CHECKPOINT_EVERY  steps between checkpoints
-  BEST_METRIC       of the checkpoint that is kept as the best, as glue_cola/accuracy
+  BEST_METRIC       metric by which the best checkpoint is kept, such as glue_cola/accuracy
   LOCAL_DIR         folder on each machine's disk for copies between checkpoints
   LOCAL_EVERY       steps between copies
   GRACE_S           seconds from SIGTERM to the kill: a longer save is not begun
-  EVAL_TIME_SHARE   most time of generating texts at evaluations, a share of training's
+  EVAL_TIME_SHARE   limit on the time of generating texts at evaluations, a share of training's
   DATA_DIR          where corpora are (default: SWITCHX_DATA_DIR, or ~/.cache/switchx)
-  VOCABULARY_FILE   SentencePiece model, tokenizer.json or run folder, for the task's own;
+  VOCABULARY_FILE   SentencePiece model, tokenizer.json or run folder, to replace the task's;
                     VOCAB_SIZE follows
   INIT_FROM         run folder to start from, with its model and vocabulary
   INIT_STEP         which of its checkpoints, a number or best (default: the newest)
-  INIT_RULES, INIT_DROP, INIT_OPTIMIZER  what of it (docs/training.md)
+  INIT_RULES, INIT_DROP, INIT_OPTIMIZER  which parts of it (docs/training.md)
 """
 
-# EX_TEMPFAIL of sysexits.h: nothing is wrong, the same command goes on.
+# EX_TEMPFAIL of sysexits.h: nothing is wrong, the same command resumes.
 STOPPED_STATUS = 75
 
 
 ELASTIC = {
-    "--mesh=auto": "the planner's fastest mesh for the devices there are, in place of the gin "
-    "files' mesh, dispatcher and microbatches",
-    "--hardware=NAME|FILE": "what they are, as in `switchx plan` (default: what JAX says they "
-    "are)",
+    "--mesh=auto": "use the planner's fastest mesh for the available devices, in place of the "
+    "gin files' mesh, dispatcher and microbatches",
+    "--hardware=NAME|FILE": "kind of these devices, as in `switchx plan` (default: what JAX "
+    "says)",
 }
 FLAGS = {
-    "--stop_on_alarm": "save and end, with status 3, at the first alarm of the routing "
+    "--stop_on_alarm": "save and end, with status 3, at the first routing alarm "
     "(docs/routing_statistics.md)",
-    "--stop_with_stdin": "save and end when standard input ends, for a program that starts "
-    "this one and holds the other end of the pipe: it may be killed",
+    "--stop_with_stdin": "save and end when standard input ends, for a parent program that "
+    "holds the other end of the pipe and may be killed",
 }
 
 
@@ -75,21 +75,21 @@ def add_command(commands) -> None:
     shared.add_gin_arguments(parser)
     shared.add_model_dir(
         parser,
-        "run folder: made if it is not there, resumed if it is",
+        "run folder: created if it does not exist, resumed if it does",
         kind=shared.not_empty,
     )
     elastic = parser.add_argument_group(
         "elastic training",
-        "Started again with fewer devices, or with more, a run goes on with the same batches\n"
-        "and losses; docs/several_hosts.md.",
+        "A run started again with fewer or more devices goes on with the same batches and\n"
+        "losses; docs/several_hosts.md.",
     )
     shared.add_flags(elastic, ELASTIC)
     parser.add_argument(
         "--profile",
         type=_profiled,
         metavar="START:END",
-        help="write a jax.profiler trace of the steps after step START until END into the run "
-        "folder, as 10:20 for ten steps",
+        help="write a jax.profiler trace of the steps after step START up to END into the run "
+        "folder, such as 10:20 for ten steps",
     )
     shared.add_flags(parser, FLAGS)
     hosts.add_hosts(parser)
@@ -145,17 +145,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def exit_status(is_finished: bool, processes) -> int:
-    """0, but 75 of each of several processes where a signal came before the last step.
+    """0, but 75 for each of several processes if a signal came before the last step.
 
-    A launcher takes 0 for the end of the run, and would not start it again: those of `launch/`
-    set SWITCHX_LAUNCHED, for a process alone.
+    A launcher takes 0 for the end of the run, and would not start it again. The launchers in
+    `launch/` set SWITCHX_LAUNCHED, which counts even for a single process.
     """
     is_launched = processes is not None or "SWITCHX_LAUNCHED" in os.environ
     return STOPPED_STATUS if is_launched and not is_finished else 0
 
 
 def _train(arguments: argparse.Namespace, reporter, started_s: float, job):
-    """Trains the job in its run folder; the Outcome, also of a run that a signal ended."""
+    """Trains the job in its run folder; returns the Outcome, even if a signal ended the run."""
     from switchx.gin_config import building
     from switchx.jobs import TrainingInterrupted, train
 
@@ -179,7 +179,7 @@ def _train(arguments: argparse.Namespace, reporter, started_s: float, job):
 
 
 def _planned(arguments: argparse.Namespace, reporter, job):
-    """The ElasticJob for the devices there are; says what was chosen."""
+    """The ElasticJob for the available devices; notes what was chosen."""
     import jax
 
     from switchx.compiled.elastic import job_for_devices

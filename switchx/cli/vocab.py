@@ -7,7 +7,7 @@ import pathlib
 from switchx.cli import arguments as shared
 from switchx.fields import require
 
-# As `switchx.data.vocabulary_training` has it, which is slow to import; a test compares them.
+# Equals that of `switchx.data.vocabulary_training`, slow to import; a test compares them.
 SAMPLE_CHARACTERS = 1_500_000
 
 DESCRIPTION = """\
@@ -16,21 +16,21 @@ any byte) and writes vocabulary.model and vocabulary.vocab.
 
   switchx vocab --input=notes.txt,books/ --size=8000 --output=vocabularies/mine
 
-For several languages, each --input is one, and --temperature or --rates say how much of each is
-read; mT5 takes the temperature 1/0.3:
+For several languages, give one --input per language, and --temperature or --rates to say how
+much of each is read; mT5 uses the temperature 1/0.3:
 
   switchx vocab --input=en.txt --input=tr.txt --temperature=3.33 --size=8000 --output=DIR
 
-Train with it; the model has the rows that it needs (VOCAB_SIZE):
+Train with it; the model gets the rows that it needs (VOCAB_SIZE):
 
   switchx train --gin_file=configs/runs/pretrain_tiny.gin \\
     --gin.VOCABULARY_FILE=vocabularies/mine --model_dir=DIR
 """
 
 FLAGS = {
-    "--text_column=NAME": "key or column under which the text stands, as the macro TEXT_COLUMN "
+    "--text_column=NAME": "key or column that holds the text, like the macro TEXT_COLUMN "
     "(default: text, or inputs and targets)",
-    "--size=N": (int, "pieces; 100 sentinels come on top when it is used"),
+    "--size=N": (int, "number of pieces; 100 sentinels are added when it is used"),
 }
 SAMPLE = {
     "--sample_characters=N": (int, "most characters to train on, drawn evenly from all input"),
@@ -39,7 +39,7 @@ SAMPLE = {
         "each --input is a language, drawn at the rate (its characters)^(1/T): 1 is "
         "proportional, a larger one nearer to equal",
     ),
-    "--rates=R,..": "of each --input, in their order, such as 0.7,0.3",
+    "--rates=R,..": "rate of each --input, in their order, such as 0.7,0.3",
 }
 
 

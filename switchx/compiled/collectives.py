@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collectives of a compiled program: their kinds, bytes and groups, read off its HLO text.
 
-`switchx compile` prints them; tests and `bench scale` hold them against what the papers and
+`switchx compile` prints them; tests and `bench scale` compare them with what the papers and
 the planner say.
 """
 
@@ -27,14 +27,14 @@ KINDS = (
     "collective-broadcast",
 )
 _IOTA = re.compile(r"\[(?P<groups>[\d,]+)\]<=\[(?P<shape>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?")
-# Numbers of a mesh's devices, or those of a transposed array.
+# Device numbers of a mesh, or those of a transposed array.
 _TRANSPOSED = re.compile(r"\[(?P<shape>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?")
 _MESH = re.compile(
     r"mesh\[(?P<sizes>[^\]]*)\](?:\((?P<devices>[^ {]*)\))? ?\{(?P<axes>[^}]*)\}"
 )
 _REDUCE_SCATTER = "all-reduce-scatter"
-# The TPU compiler runs some beside others' products: a computation with `_FUSED_START` begins
-# one, and the computations that it goes on in name it again.
+# The TPU compiler runs some collectives beside products: a computation with `_FUSED_START`
+# begins one, and the computations in which it continues name it again.
 _FUSED_PART = 'chain_id="'
 _FUSED_START = 'custom_call_target="AsyncCollectiveStart"'
 
@@ -48,11 +48,11 @@ class HloCollective:
 
     Attributes:
         kind: name of the collective in HLO, one of `KINDS`.
-        arrays: (dtype, shape) of each result; several where XLA combined them.
-        groups: device numbers of each group; of a permute, source and target.
-        num_bytes: bytes of all arrays on one device where they are whole: of the result of an
-            all-gather, of the operand of a reduce-scatter and of an asynchronous ragged
-            all-to-all (which the TPU compiler pads), of either in the others.
+        arrays: (dtype, shape) of each result; several if XLA combined them.
+        groups: device numbers of each group; for a permute, source and target.
+        num_bytes: bytes of all arrays on one device where they are whole: the result of an
+            all-gather, the operand of a reduce-scatter and of an asynchronous ragged
+            all-to-all (which the TPU compiler pads), either of them otherwise.
     """
 
     kind: str
@@ -64,8 +64,8 @@ class HloCollective:
 def collectives(hlo: str) -> list[HloCollective]:
     """Lists all collectives of an HLO text (`compiled.as_text()`), in its order.
 
-    One in a loop's body is listed once, however often it runs (`executed_collectives` counts
-    its trips); one that moves nothing from device to device is left out.
+    A collective in a loop's body is listed once, however often it runs (`executed_collectives`
+    counts its trips); one that moves nothing between devices is left out.
     """
     program = parse(hlo)
     found = (_collective(each, program.num_devices) for each in program if _begins(each))
@@ -100,7 +100,7 @@ def executed_collectives(
 def collectives_by_kind(
     hlo: str, shares: Mapping[str, Fraction] = NO_SHARES
 ) -> dict[str, tuple[int, int]]:
-    """Kind -> (how often a run executes it, bytes on one device).
+    """Kind -> (number of times a run executes it, bytes on one device).
 
     Args:
         shares: see `Program.sum_of_run`.
@@ -113,18 +113,18 @@ def collectives_by_kind(
 
 
 def total_bytes(executed: Counter[HloCollective]) -> int:
-    """The bytes of all of them, as `HloCollective.num_bytes` counts."""
+    """The bytes of all executed collectives, as `HloCollective.num_bytes` counts them."""
     return sum(one.num_bytes * count for one, count in executed.items())
 
 
 def overlapped_exchanges(hlo: str, product: str) -> int:
     """Counts the all-to-alls that are under way while a certain matrix product is computed.
 
-    In a scheduled program, as the TPU compiler's are: instructions stand in the order in which
-    they run, and an asynchronous all-to-all as a start and an end.
+    The program is scheduled, as the TPU compiler's are: instructions are in the order in which
+    they run, and an asynchronous all-to-all has a start and an end.
 
     Args:
-        product: a part of the name of what it was traced from (`op_name`).
+        product: a part of the name of what the product was traced from (`op_name`).
     """
     found = 0
     for computation in parse(hlo).computations.values():
@@ -145,14 +145,14 @@ def _has_product(each: Instruction) -> bool:
 
 
 def _begins(each: Instruction) -> bool:
-    """Whether an instruction is no later part of a collective that another one began."""
+    """Whether an instruction is not a later part of a collective begun by another one."""
     return _FUSED_PART not in each.rest or any(
         _FUSED_START in one.rest for one in each.computation
     )
 
 
 def _collective(each: Instruction, num_devices: int) -> HloCollective | None:
-    """An instruction's collective; where it is fused with slices of it, a reduce-scatter."""
+    """An instruction's collective; if fused with slices of its result, a reduce-scatter."""
     kind = each.opcode.removesuffix("-start")
     if kind not in KINDS:
         return None
@@ -161,7 +161,7 @@ def _collective(each: Instruction, num_devices: int) -> HloCollective | None:
         arrays = arrays[:1]  # of (operand, output, offsets and sizes), output, ...
     elif is_start and kind != "all-reduce":
         # Its result is (operands, results): the results are the second half. A permute has two
-        # counters behind them, and so has the TPU compiler's all-to-all.
+        # counters after them, and so has the TPU compiler's all-to-all.
         if len(arrays) > 2 and all((x.dtype, x.shape) == ("u32", ()) for x in arrays[-2:]):
             arrays = arrays[:-2]
         arrays = arrays[len(arrays) // 2 :]

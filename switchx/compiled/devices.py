@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Devices that are not there, as their compilers describe them, and a process that has one.
+"""Absent devices, as their compilers describe them, and a process that has a compiler.
 
-A JAX that finds an accelerator's plug-in takes the machine for one with accelerators, so the
-compilers are in folders of their own, on the path of a child process alone.
+If JAX finds an accelerator's plug-in, it assumes that the machine has accelerators, so the
+compilers are in folders of their own, only on the path of a child process.
 """
 
 import json
@@ -19,7 +19,7 @@ from switchx.own_code import python_words
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.topology import Topology
 
-# Set in the process that has a compiler.
+# Environment variable of the process that has a compiler.
 CHILD_VARIABLE = "SWITCHX_COMPILES"
 
 
@@ -34,7 +34,7 @@ def run_with_compiler(
     """Runs `python -m switchx ...` in a process that can compile for the slice.
 
     Args:
-        module: the module that is run.
+        module: module to run.
         options: options of `subprocess.run`.
 
     Raises:
@@ -55,7 +55,7 @@ def json_of_child(arguments: Sequence[str], topology: Topology, module: str = "s
 
     Raises:
         FileNotFoundError: no compiler is installed; the message says how to get it.
-        RuntimeError: the process ended without; the message has the end of what it said.
+        RuntimeError: the process ended without it; the message has the end of its output.
     """
     child = run_with_compiler(
         arguments, topology, module=module, capture_output=True, text=True
@@ -73,11 +73,11 @@ def describe_devices(topology: Topology) -> list:
     """The slice's devices, as the compiler describes them.
 
     Raises:
-        ValueError: the compiler knows no such slice, with what it says.
+        ValueError: the compiler knows no such slice; the message has what it says.
     """
     try:
         if topology.generation.platform == "tpu":
-            # Otherwise libtpu describes a v4's cores as devices of their own.
+            # Otherwise libtpu describes a v4's cores as separate devices.
             options = {"chip_config_name": "megacore"} if topology.kind == "v4" else {}
             return topologies.get_topology_desc(
                 platform="tpu", topology_name=str(topology), **options
@@ -88,7 +88,7 @@ def describe_devices(topology: Topology) -> list:
 
 
 def described(mesh: Mesh) -> AbstractMesh:
-    """The mesh without its devices: of what they are."""
+    """The mesh without its devices, but with their kind."""
     device = mesh.devices.flat[0]
     kind = AbstractDevice(
         device_kind=device.device_kind, num_cores=None, platform=device.platform

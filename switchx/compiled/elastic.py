@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job on the devices there are: elastic training goes on with fewer, or with more.
+"""A job on the available devices: elastic training goes on with fewer devices, or with more.
 
 Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 4.1. A run that lost devices is started
 again; the planner chooses mesh, dispatcher and microbatches for those that are left, and the
-checkpoint is read into it. Global batch, data order and routing groups stay, so losses do.
-Recovery is a new start: nothing is mended inside of a living process.
+checkpoint is read into them. Global batch, data order and routing groups stay the same, and so
+do losses. Recovery is a restart: nothing is repaired inside a live process.
 """
 
 import collections
@@ -29,7 +29,7 @@ class ElasticJob:
 
     Attributes:
         job: the job with the plan's mesh, dispatcher and microbatches.
-        devices: devices of its mesh, equally many of each process.
+        devices: devices of its mesh, equally many from each process.
         num_idle: devices that no mesh could use.
         plan: plan of the planner.
     """
@@ -43,18 +43,18 @@ class ElasticJob:
 def job_for_devices(
     job: TrainingJob, hardware: Hardware, devices: Sequence[jax.Device] | None = None
 ) -> ElasticJob:
-    """The job on the most devices that a mesh divides, on the fastest of their meshes.
+    """The job on the most devices that some mesh can use, on the fastest of their meshes.
 
-    Experts stay where `job.storage` has them. Where they are divided among tasks, the fastest
-    of the meshes on which a device has the experts of its own rows' tasks, if there is one.
+    Experts stay where `job.storage` has them. If they are divided among tasks, it is the
+    fastest mesh on which a device has the experts of its own rows' tasks, if there is one.
 
     Args:
         hardware: hardware spec of the devices.
         devices: devices to choose from; None is all devices of all processes.
 
     Raises:
-        ValueError: the job has what is not planned here (buckets) or what no mesh mends
-            (`TrainingJob.storage_refusal`), or fits no number of the devices.
+        ValueError: the job has what is not planned here (buckets) or what no mesh can fix
+            (`TrainingJob.storage_refusal`), or fits on no number of the devices.
     """
     bucket_bytes, storage = job.step.bucket_bytes, planned_storage(job)
     reason = job.storage_refusal(storage.tier, {})
@@ -89,7 +89,7 @@ def job_for_devices(
 
 
 def _device_sets(devices: Sequence[jax.Device]) -> Iterator[list[jax.Device]]:
-    """The devices to use, most first: as many of each process, which all take part."""
+    """The devices to use, most first: equally many from each process, as all take part."""
     of_process: dict[int, list[jax.Device]] = {}
     for device in devices:
         of_process.setdefault(device.process_index, []).append(device)

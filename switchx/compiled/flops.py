@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FLOPs of a compiled program, counted in its HLO text and not by a formula.
+"""FLOPs of a compiled program, counted in its HLO text rather than by a formula.
 
 XLA's own `cost_analysis` counts the body of a loop once, however often it runs.
 """
@@ -16,7 +16,7 @@ from switchx.compiled.hlo import NO_SHARES, Instruction, parse
 
 # The FLOPs that a TPU kernel declares (`pl.CostEstimate`).
 _KERNEL = re.compile(r'"tpu_custom_call".*"cost_estimate":\{"flops":"(\d+)"')
-# Products of GPUs that say no FLOPs: kernels, cuDNN's attention, cuBLAS.
+# GPU products that do not state FLOPs: kernels, cuDNN's attention, cuBLAS.
 _UNCOUNTED = re.compile(
     r'custom_call_target="(mosaic_gpu|__gpu\$xla\.gpu\.triton|__cudnn|__cublas)'
 )
@@ -38,15 +38,15 @@ def matrix_flops(
 
     Args:
         hlo: HLO text of the program, as `compiled.as_text()`.
-        trips: trips of a loop whose end depends on the data. For nested ones it is the total
-            trips of the innermost loop, as loops over experts and over each expert's rows run
-            once a row.
+        trips: number of trips of a loop whose end depends on the data. For nested loops it is
+            the total trips of the innermost one, as loops over experts and over each expert's
+            rows run once per row.
         shares: see `Program.sum_of_run`.
         kernel_share: share of the rows counted by kernels that the data lets them multiply.
 
     Raises:
-        ValueError: there is a loop whose end depends on the data with a product in it, and
-            `trips` is None.
+        ValueError: a loop whose end depends on the data has a product in it, and `trips` is
+            None.
     """
 
     def own(each: Instruction) -> Counter | None:
@@ -68,7 +68,7 @@ def has_uncounted_products(hlo: str) -> bool:
 
 
 def product_flops(each: Instruction) -> int:
-    """2 m n k of an instruction that is a matrix product; 0 of all others."""
+    """2 m n k of an instruction that is a matrix product; 0 for all others."""
     if each.opcode == "dot":
         (result,), left = each.arrays, each.operands[0].arrays[0].shape
         contracted = re.findall(r"\d+", each.attributes["lhs_contracting_dims"])
@@ -77,7 +77,7 @@ def product_flops(each: Instruction) -> int:
 
 
 def _convolution_flops(each: Instruction) -> int:
-    """FLOPs of one convolution; a batch of products is one that is dilated."""
+    """FLOPs of one convolution; a batch of products is a dilated convolution."""
     left, right, output = (one.arrays[0].shape for one in (*each.operands, each))
     all_labels = re.split("_|->", each.attributes["dim_labels"])
     _, right_labels, output_labels = all_labels
@@ -85,7 +85,7 @@ def _convolution_flops(each: Instruction) -> int:
     flops = 2 * output[output_labels.index("b")] * output[output_labels.index("f")]
     flops *= right[right_labels.index("i")]
     for axis in range(len(left) - 2):
-        # Only the padding before is read.
+        # Only the padding before the input is read.
         stride, padding, left_dilation, right_dilation = (
             int(window[name].split("x")[axis].partition("_")[0]) if name in window else default
             for name, default in _WINDOW

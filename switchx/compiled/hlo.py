@@ -2,9 +2,9 @@
 """The one reader of HLO text: computations of a compiled program and their instructions.
 
 The syntax is XLA's (`compiled.as_text()`), of its CPU, GPU and TPU compilers. Every count of a
-program is a sum over its instructions, where those in loops count by their trips
+program is a sum over its instructions, where those in loops count as often as the loop runs
 (`Program.sum_of_run`): collectives (`collectives.py`), FLOPs (`flops.py`), bytes that kernels
-move (`moved_bytes.py`). Copies that make it slow are in `host_copies.py`.
+move (`moved_bytes.py`). Copies to and from the host are in `host_copies.py`.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ _CALLED = re.compile(
     r"(?:calls|to_apply|body|(?:branch|called)_computations|(?:true|false)_computation)="
     r"\{?(%?[\w.-]+(?:, ?%[\w.-]+)*)"
 )
-# A token of an attribute's value: a text in quotes, or a bracket or comma.
+# A token of an attribute's value: a quoted text, or a bracket or comma.
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[(){}\[\],]')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
@@ -39,8 +39,8 @@ class Array:
 
     Attributes:
         dtype: name of the dtype in HLO, such as `bf16`, `pred` or `f8e4m3fn`.
-        shape: sizes of the dimensions; () of a scalar and of a token.
-        layout: the order of its dimensions, its tiles and its memory space: `S(1)` is a TPU's
+        shape: sizes of the dimensions; () for a scalar and for a token.
+        layout: order of its dimensions, its tiles and its memory space: `S(1)` is a TPU's
             vector memory, `S(5)` the host's.
     """
 
@@ -50,7 +50,7 @@ class Array:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of its elements; 0 of a token."""
+        """The bytes of its elements; 0 for a token."""
         bits = 8 if self.dtype == "pred" else int((re.findall(r"\d+", self.dtype) or [0])[0])
         return math.prod(self.shape) * bits // 8
 
@@ -60,10 +60,10 @@ class Instruction:
     """One instruction, `name = type opcode(arguments), attributes`.
 
     Attributes:
-        computation: the computation that it stands in.
+        computation: the computation that contains it.
         arguments: the text in its parentheses: operands, the number of a parameter, the value
             of a constant.
-        rest: the text behind them, which has the attributes.
+        rest: the text after them, which has the attributes.
         text: the whole line.
     """
 
@@ -78,7 +78,7 @@ class Instruction:
 
     @functools.cached_property
     def arrays(self) -> tuple[Array, ...]:
-        """The arrays that it returns, those of tuples one after the other."""
+        """The arrays that it returns, with those of tuples in order."""
         return tuple(
             Array(dtype, tuple(int(size) for size in shape.split(",") if size), layout)
             for dtype, shape, layout in _ARRAY.findall(self.type)
@@ -92,7 +92,7 @@ class Instruction:
 
     @functools.cached_property
     def called(self) -> tuple["Computation", ...]:
-        """The computations that it runs; of a loop, the body alone."""
+        """The computations that it runs; for a loop, only the body."""
         known = self.computation.computations
         names = [name for found in _CALLED.findall(self.rest) for name in found.split(",")]
         return tuple(known[name.strip().lstrip("%")] for name in names)
@@ -112,22 +112,22 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """The operation that it was traced from, with its name scopes; "" without one."""
+        """The operation that it was traced from, with its name scopes; "" if it has none."""
         found = _OP_NAME.search(self.rest)
         return found[1] if found else ""
 
     @property
     def is_end(self) -> bool:
-        """Whether it ends what another one started, whose computation it may name again."""
+        """Whether it ends what another instruction started, whose computation it may name."""
         return self.opcode.endswith(("-done", "-update"))
 
     @property
     def trips(self) -> int | None:
-        """The number of times that the body of a `while` runs; None where the data decides.
+        """The number of times that the body of a `while` runs; None if it depends on the data.
 
-        The compiler writes the number. The TPU compiler does not: there it is read from a
-        condition that compares a constant with a counter, whose beginning and step are
-        constants, too, as those of `lax.scan` and `fori_loop` are.
+        Compilers write the number, except the TPU compiler: for it, the number is read from a
+        condition that compares a constant with a counter whose start and step are constants,
+        too, as in `lax.scan` and `fori_loop`.
         """
         if trips := _TRIPS.search(self.rest):
             return int(trips[1])
@@ -142,10 +142,10 @@ class Instruction:
         return None
 
     def _counter(self, counter: "Instruction") -> tuple[int, int] | None:
-        """The beginning and the step of a loop's counter; None where the data decides them.
+        """The start and the step of a loop's counter; None if they depend on the data.
 
         Args:
-            counter: what the condition compares.
+            counter: instruction that the condition compares.
         """
 
         def made(each: "Instruction") -> "Instruction":
@@ -155,7 +155,7 @@ class Instruction:
 
         parts = made(self.operands[0]), self.called[0].root
         if counter.opcode != "get-tuple-element" or {x.opcode for x in parts} != {"tuple"}:
-            return 0, 1  # as of all loops of JAX that are not a user's own
+            return 0, 1  # as in all loops of JAX that are not a user's own
         number = int(counter.attributes["index"])
         first, last = (made(each.operands[number]) for each in parts)
         added = [made(each) for each in last.operands] if last.opcode == "add" else []
@@ -170,7 +170,7 @@ class Instruction:
 class Computation:
     """A computation: its instructions by name, in the order of the text.
 
-    In a scheduled program, as all compiled ones are, it is the order in which they run.
+    In a scheduled program, as all compiled ones are, this is the order in which they run.
 
     Attributes:
         computations: all computations of the program, by name.
@@ -196,7 +196,7 @@ class Program:
     Attributes:
         num_devices: the number of devices that run it.
         computations: all computations by name, in the order of the text.
-        entry: computation that a run begins with.
+        entry: computation with which a run begins.
     """
 
     num_devices: int
@@ -217,20 +217,20 @@ class Program:
     ) -> Counter:
         """Adds up what one run of the program executes.
 
-        A loop's body counts by its trips, and of the branches of a conditional the largest.
+        A loop's body counts once per trip; of a conditional's branches, the largest counts.
 
         Args:
-            own: function that returns what an instruction counts; None for an instruction that
-                counts what the computations that it runs do.
+            own: function that returns an instruction's count; None for an instruction that
+                counts as the computations that it runs.
             size: function of a count by which branches are compared.
-            shares: share of the times that a `conditional` is reached in which its largest
-                branch runs, by the scope of names (`jax.named_scope`) that it stands in. A
-                pipeline's ticks read from a table what they do (`ticks.branch_shares`).
+            shares: share of a `conditional`'s executions in which its largest branch runs, by
+                the name scope (`jax.named_scope`) of the conditional. A pipeline's ticks read
+                from a table what they do (`ticks.branch_shares`).
             of_data_loop: function that returns the count of a loop whose end depends on the
                 data, from the count of one trip.
 
         Raises:
-            ValueError: there is such a loop that counts something, and no `of_data_loop`.
+            ValueError: such a loop counts something, and there is no `of_data_loop`.
         """
 
         @functools.cache
@@ -279,8 +279,8 @@ def within(instructions: Iterable[Instruction]) -> Iterator[Instruction]:
 
 
 def _share(conditional: Instruction, shares: Mapping[str, Fraction]) -> Fraction | int:
-    """One of `shares`, by the scope of names that a conditional stands in; 1 in another one."""
-    # Its own scopes, behind those of the branch that it is in.
+    """One of `shares`, by the name scope that contains a conditional; 1 in any other scope."""
+    # Its own scopes, after those of the branch that it is in.
     own = re.split(r"/cond/|/body/", conditional.op_name)[-1]
     return next((share for name, share in shares.items() if name in own), 1)
 
@@ -294,7 +294,7 @@ def parse(text: str) -> Program:
     """Reads the HLO text of one compiled program.
 
     Raises:
-        ValueError: the text is no HLO, or is of two programs.
+        ValueError: the text is not HLO, or has two programs.
     """
     sizes = re.findall(r"(?:num_partitions|replica_count)=(\d+)", text.partition("\n")[0])
     computations, entry, current = {}, None, None

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies between device and host memory that a compiled program makes, read off its HLO text.
 
-`switchx compile` and tests hold the ring of `host_ring.py` against it. The TPU compiler writes
+`switchx compile` and tests check the ring of `host_ring.py` with it. The TPU compiler writes
 a slice of an array in host memory as a start and an end (`dynamic-slice-start`, ...), in the
-order in which it runs them, so what stands between computes while the copy runs; XLA's compiler
-for GPUs writes a fusion that has the slice alone (`fusion-start`). The memory space of the host
-is 5 (`S(5)`). The compiler for GPUs may note the addresses of a loop's slices as an offset and
-a stride (`byte_stride`); of a reversed loop these were wrong (openxla/xla#46231).
+order in which it runs them, so what is between them computes while the copy runs; XLA's GPU
+compiler writes a fusion that has only the slice (`fusion-start`). The memory space of the host
+is 5 (`S(5)`). The GPU compiler may note the addresses of a loop's slices as an offset and a
+stride (`byte_stride`); for a reversed loop these were wrong (openxla/xla#46231).
 """
 
 import dataclasses
@@ -30,10 +30,9 @@ class HostCopy:
 
     Attributes:
         kind: `dynamic-slice` to the device, `dynamic-update-slice` to the host, or `copy`.
-        num_bytes: bytes that it copies.
+        num_bytes: number of bytes that it copies.
         count: number of times that a step executes it.
-        bytes_meanwhile: bytes of operands and results of what is computed between its start and
-            its end.
+        bytes_meanwhile: bytes of operands and results computed between its start and its end.
         is_of_layer: whether it is in a loop that computes layers, with matrix products; the
             optimizer's loops have none.
     """
@@ -46,15 +45,14 @@ class HostCopy:
 
     @property
     def is_overlapped(self) -> bool:
-        """Whether as many bytes are computed with meanwhile as are copied."""
+        """Whether at least as many bytes are computed with meanwhile as are copied."""
         return self.bytes_meanwhile >= self.num_bytes
 
 
 def host_copies(hlo: str) -> list[HostCopy]:
-    """All asynchronous copies of an HLO text; of those in loops, with the trips of these.
+    """All asynchronous copies of an HLO text; those in loops with the loops' trips.
 
-    A loop whose trips the data decides counts as often as the array that is sliced has
-    layers.
+    A loop whose trips depend on the data counts as often as the sliced array has layers.
     """
     found = []
     for computation, trips in _trips_of(parse(hlo)).items():
@@ -78,10 +76,10 @@ def host_copies(hlo: str) -> list[HostCopy]:
 
 
 def _kind(start: Instruction) -> str:
-    """The opcode of the copy that is started; of a fusion, that of its computation's root.
+    """The opcode of the started copy; for a fusion, that of its computation's root.
 
     Raises:
-        ValueError: the instruction is no copy.
+        ValueError: the instruction is not a copy.
     """
     kind = start.opcode.removesuffix("-start")
     if kind == "fusion":
@@ -94,7 +92,7 @@ def _kind(start: Instruction) -> str:
 
 
 def share_overlapped(copies: list[HostCopy]) -> float:
-    """The share of bytes that are copied while as many are computed with, of those for layers.
+    """The share of the layers' copied bytes that are copied while as many are computed with.
 
     The optimizer has nothing else to compute, so its copies are left out.
 
@@ -109,16 +107,16 @@ def share_overlapped(copies: list[HostCopy]) -> float:
 
 
 def noted_strides(hlo: str) -> list[int]:
-    """Bytes between the slices of host memory that loops take, where a compiler noted them.
+    """Bytes between the slices of host memory that loops take, if a compiler noted them.
 
-    The ring reads the numbers of layers from an array, so that none can be noted.
+    The ring reads layer numbers from an array, so that no stride can be noted.
     """
     noted = (_STRIDE.findall(each.rest) for each in parse(hlo) if _HOST in each.text)
     return [int(stride) for strides in noted for stride in strides]
 
 
 def _trips_of(program: Program) -> dict[Computation, int | None]:
-    """The number of times that a step runs each computation; None where the data decides."""
+    """The number of times that a step runs each computation; None if it depends on the data."""
     trips: dict[Computation, int | None] = {program.entry: 1}
     open_ = [program.entry]
     while open_:
@@ -135,7 +133,7 @@ def _trips_of(program: Program) -> dict[Computation, int | None]:
 
 
 def _bytes_meanwhile(start: Instruction) -> int:
-    """Bytes of operands and results of what computes until the copy has ended."""
+    """Bytes of operands and results of what is computed until the copy has ended."""
     total, scheduled = 0, list(start.computation)
     for each in scheduled[scheduled.index(start) + 1 :]:
         if each.opcode.endswith("-done") and each.operands == (start,):

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traced programs: what one run of a jaxpr adds up to, loops and conditionals in it."""
+"""Traced programs: what one run of a jaxpr adds up to, including loops and conditionals."""
 
 import itertools
 from collections.abc import Callable
 
 
 def programs_of(equation) -> list:
-    """The programs that an equation of a jaxpr runs, with their constants where it has some."""
+    """The programs that an equation of a jaxpr runs, with their constants if it has some."""
     values = equation.params.values()
     each = (value if isinstance(value, tuple | list) else [value] for value in values)
     found = itertools.chain.from_iterable(each)
@@ -16,11 +16,11 @@ def programs_of(equation) -> list:
 def sum_of_trace(program, own: Callable, devices: Callable = lambda mesh: 1):
     """Adds up what one run of a traced program executes.
 
-    A scan's body counts by its length, and of the branches of a conditional the largest.
+    A scan's body counts by its length; of a conditional's branches, the largest counts.
 
     Args:
-        own: function that returns what an equation counts; None for an equation that counts
-            what the programs that it runs do.
+        own: function that returns an equation's count; None for an equation that counts as
+            the programs that it runs.
         devices: function that returns how often the body of a `jax.shard_map` over a mesh
             counts.
     """

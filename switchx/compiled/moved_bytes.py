@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels that a compiled program launches, the bytes that they move, and their seconds.
 
-Read off the HLO text: XLA's `cost_analysis` counts a loop once, and believes what a Pallas
-kernel says of itself. Here a kernel reads each operand once and writes each result once; of
-what it gathers or slices, the part that it takes.
+They are read off the HLO text: XLA's `cost_analysis` counts a loop once, and believes what a
+Pallas kernel says about itself. Here a kernel reads each operand once and writes each result
+once; of what it gathers or slices, only the part that it takes counts.
 Arrays that a TPU's compiler keeps in vector memory (`S(1)` in a layout) move nothing. A copy
 that nothing reads is not counted: at a program's end it puts an argument back where the next
-run begins with it (cross-program prefetch), and that run does not copy it again. Pallas
-kernels are looked up among the launches that were recorded while the program was traced
+run starts with it (cross-program prefetch), and that run does not copy it again. Pallas
+kernels are looked up among the launches recorded while the program was traced
 (`pallas_kernels/launches.py`), which count the copies and the products of their grids.
 
 Seconds are an estimate. A TPU's compiler writes the cycles that it expects beside most of its
-kernels; where it does not (sorts, gathers, scatters, copies), and of Pallas' kernels, a
-roofline stands in: bytes over the memory's rate, or products over the chip's, whichever takes
+kernels; where it does not (sorts, gathers, scatters, copies), and for Pallas kernels, a
+roofline is used: bytes over the memory's rate, or products over the chip's, whichever takes
 longer.
 """
 
@@ -31,7 +31,7 @@ from switchx.compiled.hlo import Array, Computation, Instruction, parse, within
 PALLAS_TARGETS = ("tpu_custom_call", "mosaic_gpu")
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
-# Names of values, not work.
+# Opcodes that name values and do no work.
 _FREE = {
     "parameter",
     "constant",
@@ -43,7 +43,7 @@ _FREE = {
     "replica-id",
     "opt-barrier",
 }
-# Parts that lie beside each other in memory already.
+# Parts that are already adjacent in memory.
 _FREE_TARGETS = {"ConcatBitcast"}
 _TAKES_PARTS = {"gather", "dynamic-slice", "slice"}
 _LOOKED_THROUGH = {"bitcast", "reshape", "copy", "transpose", "convert"}
@@ -59,7 +59,7 @@ ONLINE_SOFTMAX = "online-softmax"
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """Rates of a chip: its matrix units, its memory and its cycles, in a second."""
+    """Rates of a chip per second: its matrix units, its memory and its cycles."""
 
     flops_per_s: float
     bytes_per_s: float
@@ -72,14 +72,14 @@ class Moved:
 
     Attributes:
         kernels: number of launches of XLA's kernels, copies included, and of Pallas kernels.
-        pallas_kernels: number of launches of Pallas kernels alone.
+        pallas_kernels: number of launches of Pallas kernels only.
         num_bytes: bytes between memory and all kernels.
         pallas_bytes: bytes between memory and the Pallas kernels.
         pallas_flops: 2 m n k of the tiles that the Pallas kernels multiply, for those that
             count them.
         compiler_s: seconds of the XLA kernels for which the compiler gives cycles.
         other_s: seconds of all other kernels, by a roofline.
-        roofline_s: seconds of all kernels, by a roofline; 0 where no rates were given, as the
+        roofline_s: seconds of all kernels, by a roofline; 0 if no rates were given, like the
             two above.
     """
 
@@ -110,7 +110,7 @@ def moved_bytes(
     Args:
         hlo: HLO text of the program, as `compiled.as_text()`.
         launches: launches of Pallas kernels, recorded while the program was traced.
-        group_sizes: rows of each expert, for which Pallas' kernels are counted.
+        group_sizes: rows of each expert, for which Pallas kernels are counted.
         rates: rates of the chip, for seconds; None computes none.
 
     Raises:
@@ -130,13 +130,13 @@ def _key_of(launch: Launch) -> tuple:
 
 
 def _in_memory(array: Array) -> int:
-    """Bytes, none where it stays in vector memory."""
+    """Bytes of an array, 0 if it stays in vector memory."""
     return 0 if "S(1)" in array.layout else array.num_bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class _Kernels:
-    """Counts the bytes that instructions move, each for itself.
+    """Counts the bytes that instructions move, one by one.
 
     Attributes:
         launches: recorded launches of Pallas kernels, by dtypes and shapes of operands and
@@ -148,7 +148,7 @@ class _Kernels:
     rates: Rates | None
 
     def moved(self, each: Instruction) -> Counter | None:
-        """Fields of `Moved`; None for an instruction that counts what it runs."""
+        """Fields of `Moved`; None for an instruction that counts as what it runs."""
         if each.opcode in ("while", "conditional", "call"):
             return None
         target = each.attributes.get("custom_call_target", "").strip('"')
@@ -179,7 +179,7 @@ class _Kernels:
         if cycles := _CYCLES.search(each.rest):
             found["compiler_s"] = int(cycles[1]) / self.rates.cycles_per_s
         else:
-            # Vector memory is quicker than HBM, but not free: what stays there counts here.
+            # Vector memory is faster than HBM, but not free: what stays there counts here.
             size = _kernel_bytes(each, lambda array: array.num_bytes)
             found["other_s"] = self._roofline(size, flops)
         return found
@@ -274,7 +274,7 @@ def _read_by_fusion(called: Computation, fusion: Instruction, size_of) -> int:
 
 
 def _used(each: Instruction, whole: int) -> tuple[int, bool]:
-    """Bytes of an array that a computation takes; whether it hands the array on."""
+    """Bytes of an array that a computation takes, and whether it passes the array on."""
     total, is_result = 0, each.is_root
     for user in each.computation:
         if each not in user.operands:

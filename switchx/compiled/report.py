@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`switchx compile`: what a compiled training step takes, as a row and checks.
 
-docs/compiled.md reports the four Switch models on pods so (`experiments/scale.py`). Memory and
-collectives are those of the program that a pod would run. Nothing is run: there are no times.
+docs/compiled.md reports the four Switch models on pods this way (`experiments/scale.py`).
+Memory and collectives are those of the program that a pod would run. Nothing is run, so there
+are no times.
 """
 
 import collections
@@ -28,9 +29,9 @@ from switchx.planner.step_time import executed_flops
 from switchx.results import Check, Report
 from switchx.training.job import TrainingJob
 
-# Of a row, what is in no table of names and values.
+# Parts of a row that are in no table of names and values.
 SHOWN_APART = ("collectives", "planned_bytes_per_device", "way_out")
-# Slots over those that the configuration asks for, which rounding may add.
+# Limit of slots over those that the configuration asks for, as rounding may add some.
 MOST_PADDING = 1.25
 
 
@@ -79,11 +80,11 @@ def report_of(step: CompiledStep, job: TrainingJob, topology: Topology, name: st
         row["temporaries_vs_planned"] = round(memory.temporaries / temporaries, 3)
     if memory.excess:
         row["way_out"] = way_out(step)
-    counted = step.parameters  # of a model of one's own there is no formula
+    counted = step.parameters  # a user's own model has no formula
     if job.model.build is None:
         counted = count_parameters(job.model).total
     encoder, decoder = job.sequence_lengths
-    tokens = job.batch_size * (encoder or decoder)  # the latter of a decoder-only model
+    tokens = job.batch_size * (encoder or decoder)  # the latter in a decoder-only model
     checks = [
         Check("fits", int(memory.fits), "==1"),
         *(Check(f"{kind}_fits", int(one.fits), "==1") for kind, one in step.others.items()),
@@ -108,7 +109,7 @@ def planned_step(job: TrainingJob, topology: Topology) -> dict[str, Any]:
     """The step as the planner predicts it: seconds by its spec file's constants, with an even
     load of the experts and no communication behind products; FLOPs, and bytes by collective.
 
-    The result is empty where there is no formula for the job, or its rules are its own.
+    The result is empty if there is no formula for the job, or it has its own rules.
     """
     layout = layout_of(job, job.mesh.sizes(topology.num_devices))
     try:
@@ -135,7 +136,7 @@ def planned_step(job: TrainingJob, topology: Topology) -> dict[str, Any]:
 
 
 def _storage_checks(host: HostMemory | None) -> list[Check]:
-    """The checks of a step with experts in host memory; none where there is no such step."""
+    """The checks of a step with experts in host memory; none for any other step."""
     if host is None:
         return []
     checks = [Check("fits_without_storage", int(host.without.fits), "==0")]
@@ -149,7 +150,7 @@ def _storage_checks(host: HostMemory | None) -> list[Check]:
 
 
 def way_out(step: CompiledStep) -> str:
-    """Says where a step that does not fit could, by the size of its arguments."""
+    """Says where a step that does not fit could fit, by the size of its arguments."""
     total = step.memory.arguments * step.devices
     over = f"too large by {in_gib(step.memory.excess)} GiB a device"
     if step.memory.arguments <= step.memory.limit:
@@ -207,5 +208,5 @@ def _shown(name: str, value) -> str:
 
 
 def in_gib(num_bytes: int | None) -> str:
-    """Bytes in GiB, with two digits; "" for None."""
+    """Bytes in GiB, with two decimals; "" for None."""
     return "" if num_bytes is None else f"{num_bytes / (1 << 30):,.2f}"

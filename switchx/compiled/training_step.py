@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job's whole training step, compiled for devices that are not there, and what it takes.
+"""A job's whole training step, compiled for devices that are not present, and what it takes.
 
-Forward, backward and the optimizer are one program; no parameter is allocated. Memory is the
-compiler's own account, collectives are read off the compiled text. The devices are those of
+Forward, backward and the optimizer are one program; no parameter is allocated. Memory is as the
+compiler itself reports it, collectives are read off the compiled text. The devices are those of
 `devices.py`.
 
 Dims: B batch, L length
@@ -85,7 +85,7 @@ class HostMemory:
     Attributes:
         formula: bytes of the experts' parameters, gradients and optimizer state.
         without: memory of the device if they were all on it.
-        needed: bytes that the compiled program takes. It and the two below are None where
+        needed: bytes that the compiled program takes. This and the two below are None if
             nothing could be compiled.
         copies_overlapped: result of `host_copies.share_overlapped`.
         strides: result of `host_copies.noted_strides`.
@@ -111,15 +111,15 @@ class CompiledStep:
             decoder-only model.
         slots_per_token: expert slots computed over tokens routed; None in a dense model.
         flops: FLOPs of the matrix products on one device, with remat's recomputation. They and
-            `collectives` are None where nothing could be compiled.
-        collectives: by kind, how often a step executes it, and its bytes on one device.
+            `collectives` are None if nothing could be compiled.
+        collectives: number of times a step executes it and bytes on one device, by kind.
         seconds: seconds that compiling took.
-        host: host memory that experts take there; None where they are not in host memory.
+        host: host memory that experts take; None if they are not in host memory.
         teacher_parameters: number of parameters of a teacher beside the student.
         overlapped_exchanges: number of all-to-alls that run beside the experts' products.
         batch_bytes: bytes of the batch among the arguments of one device.
         others: memory of the run's other programs, `evaluation` and `initialization`, with what
-            stays on the device beside them; empty where they were not compiled.
+            stays on the device beside them; empty if they were not compiled.
     """
 
     devices: int
@@ -162,14 +162,14 @@ def compile_step(
 
     Args:
         devices: devices as `jax.experimental.topologies` describes them.
-        hbm_bytes: bytes that a program may use on one device, unless the compiler says another
-            number.
+        hbm_bytes: bytes that a program may use on one device, unless the compiler states
+            another number.
         with_others: whether evaluation and initialization are compiled too, for a job without a
             teacher whose experts are on the devices.
 
     Raises:
-        ValueError: the job does not suit its mesh, or the mesh not the devices; its experts
-            are on a disk, whose step is no one program.
+        ValueError: the job does not suit its mesh, or the mesh does not suit the devices; or
+            experts are on a disk, so that the step is not a single program.
     """
     mesh = job.mesh.build(devices)
     job.require_storage(dict(mesh.shape))
@@ -191,7 +191,7 @@ def compile_step(
     encoder, decoder = (job.batch_size * length for length in job.sequence_lengths)
     own = list(mesh.devices.flat) if is_described else None
     memory, text, on_host = _measure(program, batch, hbm_bytes, own)
-    # Whose conditionals the program reads from tables.
+    # A pipeline's conditionals are read from tables by the program.
     shares = branch_shares(program.pipeline) if job.mesh.pipe > 1 else NO_SHARES
     host = None
     if job.storage.experts == "host":
@@ -242,12 +242,12 @@ def expert_bytes(program: TrainingProgram) -> int:
 def slots_per_token(program: TrainingProgram) -> float | None:
     """Expert slots that a forward pass in training computes, over the tokens it routes.
 
-    They are counted for one microbatch, whose tokens are grouped apart. Layers of the encoder
-    and of the decoder are weighted by their tokens. Where rows are not in equal blocks it is
-    the number of experts that a token meets; None in a dense model.
+    They are counted for one microbatch, whose tokens are grouped separately. Layers of the
+    encoder and of the decoder are weighted by their tokens. If rows are not in equal blocks, it
+    is the number of experts that a token visits; None in a dense model.
 
     Raises:
-        RuntimeError: rows are in equal blocks, but no product of theirs is found.
+        RuntimeError: rows are in equal blocks, but no product of them is found.
     """
     model: ModelConfig = program.job.model
     if model.switch is None or not model.switch.has_ffn:
@@ -281,7 +281,7 @@ def bytes_on_one_device(arrays) -> int:
 
 
 def memory_in_refusal(message: str) -> tuple[int, int] | None:
-    """(bytes used, bytes there) in a TPU compiler's RESOURCE_EXHAUSTED; None in any other."""
+    """(bytes used, bytes available) in a TPU compiler's RESOURCE_EXHAUSTED; else None."""
     if not (match := _USED.search(message)):
         return None
     sizes = zip(match.groups()[::2], match.groups()[1::2], strict=True)
@@ -292,7 +292,7 @@ def memory_in_refusal(message: str) -> tuple[int, int] | None:
 def _measure(
     program: TrainingProgram, batch, limit: int, devices: list | None = None
 ) -> tuple[Memory, str | None, int]:
-    """`_compile` of the step; no text where the arguments alone are too large."""
+    """`_compile` of the step; no text if the arguments alone are too large."""
     all_of_them = program.abstract_state, batch, program.abstract_beside
     arguments = bytes_on_one_device(all_of_them)
     memory = Memory(arguments, 0, arguments, limit)
@@ -304,8 +304,8 @@ def _measure(
 
 
 def _other_programs(program: TrainingProgram, batch, limit: int) -> dict[str, Memory]:
-    """Memory of evaluation and of initialization; the optimizer's state stays there during an
-    evaluation."""
+    """Memory of evaluation and of initialization; the optimizer's state stays on the device
+    during an evaluation."""
     state = program.abstract_state
     arguments = bytes_on_one_device((state.params, batch))
     stays = bytes_on_one_device(state) - bytes_on_one_device(state.params)
@@ -326,7 +326,7 @@ def _compile(
     devices: list | None = None,
 ) -> tuple[Memory, str | None, int]:
     """The memory that one of a run's programs takes once compiled, its text, and its bytes of
-    host memory; or the memory that a refusal says.
+    host memory; or the memory that a refusal states.
 
     Args:
         memory: memory of the program's arguments.
@@ -374,8 +374,8 @@ def memory_of(facts, limit: int, platform: str) -> Memory:
     results = max(0, facts.output_size_in_bytes - facts.alias_size_in_bytes)
     temporaries = facts.temp_size_in_bytes + code
     if platform == "tpu" and facts.peak_memory_in_bytes:
-        # A TPU's temporaries may have an update twice that is in place: its compiler accepts
-        # programs whose arguments and temporaries are more than a chip has.
+        # A TPU's temporaries may count an in-place update twice: its compiler accepts programs
+        # whose arguments and temporaries exceed a chip's memory.
         peak = facts.peak_memory_in_bytes + code
         temporaries = min(temporaries, max(0, peak - arguments - results))
     return Memory(arguments, temporaries, arguments + results + temporaries, limit)

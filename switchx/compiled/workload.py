@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job's step for the planner: shapes and bytes, the mesh and dispatcher apart.
+"""A job's step for the planner: shapes and bytes, without the mesh and dispatcher.
 
-Nothing is computed with the model. `program.py` is what runs the same step.
+The model is not run. `program.py` runs the same step.
 """
 
 import dataclasses
@@ -37,8 +37,8 @@ def workload_of(job: TrainingJob) -> Workload:
     """The workload of one step of `job`, apart from its mesh and dispatcher.
 
     Raises:
-        ValueError: the model or its teacher is not of our blocks, there is no such teacher, or
-            the job trains adapters.
+        ValueError: the model or its teacher is not made of our blocks, the teacher does not
+            exist, or the job trains adapters.
     """
     require_all_trained(job)
     require_our_blocks(job.model, "the planner")
@@ -75,7 +75,7 @@ def workload_of(job: TrainingJob) -> Workload:
 
 
 def require_all_trained(job: TrainingJob) -> None:
-    """Raises ValueError where a job trains adapters alone."""
+    """Raises ValueError if a job trains only adapters."""
     require(
         job.lora is None,
         "TrainingJob.lora: plan and compile know steps that train all parameters, which need "
@@ -126,7 +126,7 @@ def has_rules_of(job: TrainingJob, layout: Layout) -> bool:
 
 
 def _teacher_of(job: TrainingJob) -> Workload | None:
-    """A teacher as it reads the job's batches; None, too, where its logits are on a disk."""
+    """A teacher as it reads the job's batches; also None if its logits are on a disk."""
     if job.distillation is None or has_logits(job.distillation.teacher):
         return None
     model = teacher_config(job)
@@ -152,7 +152,7 @@ def _teacher_of(job: TrainingJob) -> Workload | None:
 def fitting_group_size(job: TrainingJob, parts: int) -> int | None:
     """The largest `SwitchConfig.group_size` whose groups divide over `parts` devices.
 
-    None where there is none, or where the model has no groups of a size.
+    None if there is none, or if the model has no groups of a fixed size.
     """
     switch = job.model.switch
     if switch is None or switch.expert_capacity is not None:
@@ -168,7 +168,7 @@ def fitting_group_size(job: TrainingJob, parts: int) -> int | None:
 
 
 def state_arrays(job: TrainingJob) -> tuple[StateArray, ...]:
-    """Every array of the parameters and the optimizer's state; scalars are not worth it."""
+    """Every array of the parameters and the optimizer's state; scalars are left out."""
     of_state = job.model, job.transformation, job.seed, None, job.step.has_average
     state = jax.eval_shape(lambda: init_state(*of_state))
     letters = state_letters(state)

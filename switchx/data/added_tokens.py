@@ -13,14 +13,14 @@ _MOST_IDS = 1 << 31
 
 @dataclasses.dataclass(frozen=True)
 class AddedToken:
-    """A token that its text becomes wherever it occurs, before anything else is encoded.
+    """A token that replaces its text wherever it occurs, before anything else is encoded.
 
     Names and meanings are those of the tokenizers library.
 
     Attributes:
-        lstrip, rstrip: whether white space before, or behind, belongs to the token.
-        single_word: whether the text is no token beside a letter, a digit or an underscore.
-        normalized: whether the text is looked for in normalized text.
+        lstrip, rstrip: whether white space before, or after, belongs to the token.
+        single_word: whether the text is no token next to a letter, a digit or an underscore.
+        normalized: whether the text is searched for in normalized text.
         special: whether transformers leaves the token out of decoded text when asked to.
     """
 
@@ -64,7 +64,7 @@ def added_token(fields: dict[str, Any], where: str) -> AddedToken:
     """The token that a JSON object describes.
 
     Raises:
-        ValueError: the object has no id or text, a flag that is no boolean, or other fields.
+        ValueError: the object has no id or text, a non-boolean flag, or other fields.
     """
     kinds = {field.name: field.type for field in dataclasses.fields(AddedToken)}
     is_right = (

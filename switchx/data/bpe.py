@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Vocabularies of a `tokenizer.json`: the BPE of Llama, Mixtral, OLMoE, Qwen and others.
 
-The `tokenizers` library (extra `bpe`) reads the file, which is kept byte for byte: what decides
-about ids is that file alone, and the special ids that the files beside it name. Ids stay as
-they are: id 0 is a word in Qwen. Chat templates and the tokenizer's other files are carried
-along. Nothing of them is run but a chat template, in Jinja's sandbox (`serving/chat.py`).
+The `tokenizers` library (extra `bpe`) reads the file, which is kept byte for byte: ids depend
+only on that file, and on the special ids that the files beside it name. Ids stay as they are:
+id 0 is a word in Qwen. Chat templates and the tokenizer's other files are carried along. None
+of them is run except a chat template, in Jinja's sandbox (`serving/chat.py`).
 """
 
 import dataclasses
@@ -34,8 +34,8 @@ _BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 @dataclasses.dataclass(frozen=True)
 class BpeVocabulary(OwnIds):
-    """A `tokenizer.json` of BPE (Sennrich et al. 2016, arXiv:1508.07909), of bytes or of pieces
-    with bytes to fall back on.
+    """A `tokenizer.json` of BPE (Sennrich et al. 2016, arXiv:1508.07909), on bytes or on pieces
+    with byte fallback.
 
     Ids are those of `transformers` without special tokens around a text and with special tokens
     split (`add_special_tokens=False, split_special_tokens=True`): a text that reads
@@ -51,11 +51,11 @@ class BpeVocabulary(OwnIds):
 
     @functools.cached_property
     def size(self) -> int:
-        # The largest id decides: there may be gaps, and a count leaves out ids behind them.
+        # By the largest id: there may be gaps, and a count would miss the ids after them.
         return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
 
     def encode(self, text: str) -> list[int]:
-        """Raises ValueError where the text has half a surrogate pair."""
+        """Raises ValueError if the text has half a surrogate pair."""
         require_characters(text, "a text")
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
@@ -70,8 +70,8 @@ class BpeVocabulary(OwnIds):
 
     @property
     def chat_template(self) -> str:
-        """The Jinja template of a chat, which `/v1/chat/completions` renders; of several by
-        name `default`.
+        """The Jinja template of a chat, which `/v1/chat/completions` renders; of several named
+        ones, `default`.
 
         Raises:
             ValueError: there is none.
@@ -103,7 +103,7 @@ class BpeVocabulary(OwnIds):
         return {name: text for name, text in texts.items() if isinstance(text, str)}
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text; half a character gives U+FFFD, a special token that is no end its name."""
+        """The text; half a character gives U+FFFD, a special token (not an end) its name."""
         silent = self.silent_ids
         shown = (i for i in map(int, ids) if i not in silent)
         parts = itertools.groupby(shown, lambda i: self._name(i) is not None)
@@ -113,11 +113,11 @@ class BpeVocabulary(OwnIds):
         )
 
     def _text(self, ids: list[int]) -> str:
-        """The text of tokens that are there.
+        """The text of tokens that exist.
 
-        The library makes U+FFFD of every byte of a run of byte tokens (`<0xE2>`) in which one
-        character is not whole. Here what is whole stays, so that a longer answer begins with
-        the text of a shorter one, but for its last character.
+        The library turns every byte of a run of byte tokens (`<0xE2>`) into U+FFFD if one
+        character in it is incomplete. Here complete characters stay, so that a longer answer
+        begins with the text of a shorter one, except for its last character.
         """
         tokenizer = self._tokenizer
         if not tokenizer.model.byte_fallback or tokenizer.decoder is None:
@@ -133,7 +133,7 @@ class BpeVocabulary(OwnIds):
         name = self._name(token_id)
         if name is None or token_id in self.silent_ids or token_id in self._special:
             return Piece(UNKNOWN if name is None else name, "control")
-        # Behind a letter, as decoders cut the space that a text begins with.
+        # After a letter, as decoders strip the space at the beginning of a text.
         context = self.encode("a")
         text = self.decode([*context, token_id])[len(self.decode(context)) :]
         return Piece(name, "byte") if _HALF in text else Piece(text, "text")
@@ -164,11 +164,11 @@ class BpeVocabulary(OwnIds):
             ) from error
 
     def __getstate__(self) -> dict[str, Any]:
-        # Without the tokenizer, which forgets when it is pickled that texts are no special ids.
+        # Without the tokenizer: pickled, it would forget that texts are no special ids.
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def _name(self, token_id: int) -> str | None:
-        """The token as the file writes it; None where no token has this id."""
+        """The token as the file writes it; None if no token has this id."""
         return self._tokenizer.id_to_token(token_id) if 0 <= token_id < 1 << 32 else None
 
     @functools.cached_property
@@ -200,7 +200,7 @@ def _is_byte(name: str) -> bool:
 
 
 def read_tokenizer(content: bytes, where: str):
-    """The library's tokenizer of a file; of no text it makes a special id, and it cuts none.
+    """The library's tokenizer of a file; it makes no text a special id, and truncates none.
 
     Raises:
         ValueError: the library is missing, cannot read the file, or the file is not of BPE or
@@ -244,9 +244,9 @@ def read_bpe(
     """The vocabulary of a folder of transformers, with the special ids that its files name.
 
     Ends are those of `generation_config.json`, else of `config.json`, else of
-    `tokenizer_config.json` or `special_tokens_map.json`; the one of `config.json` comes first,
-    and ends texts of training. Padding that is an end is none. A start is what the tokenizer
-    puts before a text.
+    `tokenizer_config.json` or `special_tokens_map.json`; the end in `config.json` comes first,
+    and ends training texts. Padding that is also an end does not count as padding. The start is
+    what the tokenizer puts before a text.
 
     Args:
         generation, config: content of the model's `generation_config.json` and `config.json`;
@@ -278,7 +278,7 @@ def read_bpe(
                 f"{folder}: {name}_token={text!r:.60} is no token of {TOKENIZER_FILE}; restore "
                 "the files of one tokenizer",
             )
-        # Of none, Llama's files have -1.
+        # Llama's files have -1 for none.
         found = found if isinstance(found, list) else [] if found in (None, -1) else [found]
         are_ids = all(type(each) is int and 0 <= each < 1 << 31 for each in found)
         require(are_ids, f"{folder}: {name}_token_id={found!r:.80}; expected ids of tokens")
@@ -304,16 +304,16 @@ def read_bpe(
 
 
 def _named(folder: Path) -> dict[str, Any]:
-    """What the files beside a tokenizer say of it and of its special tokens."""
+    """What the files beside a tokenizer say about it and its special tokens."""
     return _values(folder / _SPECIAL) | _values(folder / _CONFIG)
 
 
 def _require_added(folder: Path, own: Mapping[str, Any], tokenizer) -> None:
-    """Checks that tokens which the files beside a tokenizer add are in it: transformers adds
-    those that are not, and so has other ids of a text.
+    """Checks that the tokens added by files beside a tokenizer are in it: transformers adds
+    those that are missing, and so gives a text other ids.
 
     Raises:
-        ValueError: one is not there, or has another id; or the files are damaged.
+        ValueError: one is missing, or has another id; or the files are damaged.
     """
     added = own.get("added_tokens_decoder") or {}
     try:
@@ -339,7 +339,7 @@ def _require_added(folder: Path, own: Mapping[str, Any], tokenizer) -> None:
 
 def _start_id(tokenizer, where: str) -> int | None:
     """The id that stands before a text, by the post-processor: transformers 5 does not read
-    `add_bos_token` of a folder with a `tokenizer.json`."""
+    `add_bos_token` in a folder with a `tokenizer.json`."""
     plain = tokenizer.encode("a", add_special_tokens=False).ids
     whole = tokenizer.encode("a", add_special_tokens=True).ids
     leading = next(

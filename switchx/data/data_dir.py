@@ -13,7 +13,7 @@ def cache_dir() -> Path:
 
 
 def data_dirs(data_dir: str | None) -> list[Path]:
-    """Folders to look in, most wanted first; the cache is always the last.
+    """Folders to search, in order of preference; the cache always comes last.
 
     Raises:
         ValueError: `data_dir` or the environment variable names a file or a remote address.
@@ -38,16 +38,16 @@ def data_dirs(data_dir: str | None) -> list[Path]:
 def local_or_none(data_dir: str | None) -> str | None:
     """The folder itself; None for a remote address, from which data are read and not prepared.
 
-    What is prepared of remote data goes where `SWITCHX_DATA_DIR` says, or into the cache.
+    What is prepared from remote data goes where `SWITCHX_DATA_DIR` says, or into the cache.
     """
     return None if data_dir is not None and "://" in data_dir else data_dir
 
 
 def writable_dir(data_dir: str | None) -> Path:
-    """The first of `data_dirs` that can be written; made when it is not there.
+    """The first of `data_dirs` that can be written; created if it does not exist.
 
     Raises:
-        ValueError: none can.
+        ValueError: none can be written.
     """
     folders = data_dirs(data_dir)
     for folder in folders:
@@ -64,7 +64,7 @@ def writable_dir(data_dir: str | None) -> Path:
 
 
 def find_or_place(relative: str, data_dir: str | None) -> Path:
-    """Path of `relative` where it exists, otherwise where it is to be written."""
+    """Path of `relative` where it exists, otherwise where it should be written."""
     for folder in data_dirs(data_dir):
         if (folder / relative).exists():
             return folder / relative

@@ -2,8 +2,8 @@
 """The examples that a model answers in evaluation, and the metrics of its answers.
 
 A task and a split give `EvaluationExamples`: texts and tokens of the inputs as training reads
-them, targets with all that metrics need, and `metrics(predictions)`. Who generates the
-predictions, on which devices and when, is the caller's affair.
+them, targets with all that metrics need, and `metrics(predictions)`. How the predictions are
+generated, on which devices and when, is up to the caller.
 
 Dims: L length of a text in tokens
 """
@@ -37,7 +37,7 @@ class EvaluationExamples:
 
     Attributes:
         inputs: texts, without the objective's prefix.
-        targets: texts, `Reference`s where the corpus knows more than a target.
+        targets: texts, or `Reference`s if the corpus has more than a target.
         tokens: token ids of the inputs, as the objective makes them; a list of arrays [L].
         num_cut: number of inputs that were cut to the length of a training row, which the task
             allows (`truncate`).
@@ -51,7 +51,7 @@ class EvaluationExamples:
     num_cut: int
 
     def first(self, number: int) -> "EvaluationExamples":
-        """The first so many; `num_cut` stays that of all."""
+        """The first `number` examples; `num_cut` stays that of all."""
         parts = {name: getattr(self, name)[:number] for name in ("inputs", "targets", "tokens")}
         return dataclasses.replace(self, **parts)
 
@@ -69,7 +69,7 @@ class EvaluationExamples:
             metrics: metrics to compute; None takes the task's own.
 
         Raises:
-            ValueError: other numbers of predictions than of examples.
+            ValueError: the numbers of predictions and of examples differ.
         """
         require(
             len(predictions) == len(self.targets),
@@ -91,7 +91,7 @@ class EvaluationExamples:
         return {each.name: each.score for each in self.results(predictions)}
 
     def _said(self, results: Iterable[MetricResult]) -> list[MetricResult]:
-        """The results; those that could not be computed are in the log, too."""
+        """The results; those that could not be computed are also logged."""
         results = list(results)
         for each in results:
             if each.score is None:
@@ -103,7 +103,7 @@ class EvaluationExamples:
         """Texts that each example chooses from.
 
         Raises:
-            ValueError: an example has none, or the right one is not known.
+            ValueError: an example has no choices, or its right choice is not known.
         """
         for number, target in enumerate(self.targets):
             is_known = (
@@ -152,10 +152,10 @@ def evaluation_examples(
     """The first examples of a split, or all, as training would read them.
 
     Args:
-        features: features of training, which give the longest input; longer ones are cut.
+        features: training features, which set the maximum input length; longer ones are cut.
 
     Raises:
-        ValueError: the task has no texts for targets, or there is no such split or it is
+        ValueError: the task has no texts for targets, or the split does not exist or is
             empty.
     """
     require(
@@ -192,7 +192,7 @@ def _with_longest_target(task: Task, record: Mapping[str, str]) -> Example:
 def prediction_rows(
     task: str, inputs: Sequence[str], targets: Sequence[str], predictions: Sequence[str]
 ) -> list[dict[str, str]]:
-    """An example each, for a file of predictions; with `id` where the data set has them."""
+    """One row per example, for a file of predictions; with `id` if the data set has them."""
     rows = []
     for each in zip(inputs, targets, predictions, strict=True):
         row = {"task": task} | dict(zip(("inputs", "target", "prediction"), each, strict=True))
@@ -203,7 +203,7 @@ def prediction_rows(
 
 
 def target_of(record: Mapping[str, str]) -> str:
-    """The target of a record, with the facts that stand beside it, if any."""
+    """The target of a record, with the facts stored beside it, if any."""
     if "facts" not in record:
         return record["targets"]
     return Reference(record["targets"], **json.loads(record["facts"]))

@@ -3,8 +3,8 @@
 
 The names and meanings are T5X's and seqio's, so its converters are the reference (Roberts et
 al. 2022, arXiv:2203.17189). A row holds one example or several packed ones: segment ids count
-them from 1, positions restart at 0 in each. A place is padding where its segment id is 0, and
-only there: its token id, 0, may be that of a word.
+them from 1, positions restart at 0 in each. A position is padding if and only if its segment
+id is 0: its token id, 0, may be that of a word.
 
 Dims: B rows of a batch, L length of a row in tokens
 """
@@ -43,7 +43,7 @@ class EncoderDecoderFeatures:
     """Rows of tokens for the encoder, and for the decoder.
 
     Attributes:
-        inputs_length, targets_length: tokens of a row of each.
+        inputs_length, targets_length: number of tokens in a row of each.
     """
 
     inputs_length: int
@@ -61,7 +61,7 @@ class EncoderDecoderFeatures:
         return (len(example.inputs), len(example.targets))
 
     def truncate(self, example: Example, eos_id: int) -> Example:
-        """Cuts each side at its end to what a row holds, the last token becoming EOS."""
+        """Truncates each side at its end to what a row holds; the last token becomes EOS."""
         return example._replace(
             inputs=_cut(example.inputs, self.inputs_length, eos_id),
             targets=_cut(example.targets, self.targets_length, eos_id),
@@ -102,13 +102,13 @@ class DecoderOnlyFeatures:
     """Rows of `length` tokens in which an example is its inputs and then its targets.
 
     Attributes:
-        length: tokens of a row.
+        length: number of tokens in a row.
         has_prefix: whether batches have `decoder_prefix_mask`; without it no inputs are
             bidirectional.
     """
 
     length: int
-    # Not of a saved reader's description: a run may resume with another attention.
+    # Not in a saved reader's description: a run may resume with another attention.
     has_prefix: bool = dataclasses.field(default=True, repr=False)
 
     def __post_init__(self):
@@ -136,20 +136,19 @@ class DecoderOnlyFeatures:
         """Lays out rows of examples that fit, in order; an empty row is all padding.
 
         Args:
-            start_id: id that stands before each example; with None nothing does, all tokens
-                are read, as transformers' decoders do, and the first one is not predicted.
+            start_id: id that stands before each example; with None there is no start, all
+                tokens are read, as by transformers' decoders, and the first is not predicted.
 
         Returns:
             [B, length] each: the `decoder_` features of an encoder-decoder, where only
             targets have loss weight, and with `has_prefix` `decoder_prefix_mask`, 1 where the
-            token read is part of bidirectional inputs (or the start that stands before them),
-            else 0.
+            token read is part of bidirectional inputs (or the start before them), else 0.
         """
         joined = [[np.concatenate([e.inputs, e.targets]) for e in row] for row in rows]
         batch = _decoder_features(joined, self.length, start_id)
         positions_BL = batch["decoder_positions"]
         num_inputs_BL = self._per_token(rows, lambda example: len(example.inputs))
-        # The last input stands at position `num_inputs` behind a start, else one before.
+        # The last input is at position `num_inputs` after a start, else one earlier.
         last_BL = num_inputs_BL - (start_id is None)
         batch["decoder_loss_weights"] *= positions_BL >= last_BL
         if not self.has_prefix:
@@ -160,7 +159,7 @@ class DecoderOnlyFeatures:
         return batch
 
     def _per_token(self, rows: Rows, value: Callable[[Example], int]) -> np.ndarray:
-        """A number of each example at all of its positions, [B, length]."""
+        """A value per example, repeated at all of its positions, [B, length]."""
         numbers = [[np.full(sum(self.size(each)), value(each)) for each in row] for row in rows]
         return _lay_out(numbers, self.length)[0]
 
@@ -191,17 +190,17 @@ def _decoder_features(rows: Sequence[Sequence[np.ndarray]], length: int, start_i
 
 
 def read_and_predicted(tokens_BL: np.ndarray, segments_BL: np.ndarray, start_id: int | None):
-    """The tokens that a decoder reads of packed texts, and those that it predicts.
+    """The tokens of packed texts that a decoder reads, and those that it predicts.
 
-    Behind a start, a text's places read the start and all tokens but the last, and predict all
-    of them. Without one they read all, and predict the next one, the last place nothing.
+    With a start, a text's positions read the start and all tokens but the last, and predict all
+    tokens. Without one, they read all tokens and predict the next, the last position none.
 
     Args:
-        segments_BL: number of each place's text; 0 is padding.
+        segments_BL: number of the text at each position; 0 is padding.
         start_id: id that is read before each text, or None.
 
     Returns:
-        read_BL, target_BL, and whether a place predicts its target, [B, L] each.
+        read_BL, target_BL, and whether a position predicts its target, [B, L] each.
     """
     is_token_BL = segments_BL > 0
     pad = functools.partial(np.pad, constant_values=0)

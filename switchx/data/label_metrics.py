@@ -2,8 +2,8 @@
 """Metrics of texts that name a class or a number, as T5 has them for GLUE and SuperGLUE.
 
 `t5.evaluation.metrics` and `t5.data.postprocessors` (Raffel et al. 2020, arXiv:1910.10683): a
-text that names no class is of the class -1, a text that is no number is -1. All are between 0
-and 100, correlations between -100 and 100. Ranking by score takes no texts (`rank_results`).
+text that names no class has class -1, a text that is not a number is -1. All are between 0
+and 100, correlations between -100 and 100. Ranking by score needs no texts (`rank_results`).
 
 Dims: N examples
 """
@@ -23,9 +23,9 @@ from switchx.fields import require
 
 @dataclasses.dataclass(frozen=True)
 class MatthewsCorrelation:
-    """Matthews' correlation of classes, of any number (Gorodkin 2004); CoLA's metric.
+    """Matthews' correlation of any number of classes (Gorodkin 2004); CoLA's metric.
 
-    0 where all targets or all predictions are of one class, as in scikit-learn.
+    0 if all targets or all predictions are of one class, as in scikit-learn.
     """
 
     classes: tuple[str, ...]
@@ -86,7 +86,7 @@ class Pearson:
 
 @dataclasses.dataclass(frozen=True)
 class Spearman:
-    """Spearman's correlation of ranks of numbers (STS-B)."""
+    """Spearman's rank correlation of numbers (STS-B)."""
 
     names = ("spearman_corrcoef",)
 
@@ -96,7 +96,7 @@ class Spearman:
 
 @dataclasses.dataclass(frozen=True)
 class GroupExactMatch:
-    """Percentage of groups whose texts are all right: the questions of MultiRC."""
+    """Percentage of groups whose texts are all right; MultiRC's groups are questions."""
 
     names = ("exact_match",)
 
@@ -128,7 +128,7 @@ class ReferentAccuracy:
 
 
 def class_ids(texts: Sequence[str], classes: Sequence[str]) -> np.ndarray:
-    """Numbers of the classes that texts name, -1 of none, int64 [N]."""
+    """Indices of the classes that texts name, -1 for none, int64 [N]."""
     ids = {name: number for number, name in enumerate(classes)}
     return np.array([ids.get(text, -1) for text in texts], np.int64)
 
@@ -166,15 +166,15 @@ def rank_results(
     """Metrics of choosing the text with the highest score (T5's `rank_classification`).
 
     Args:
-        scores: log-likelihoods of each example's choices; the first of equal ones is chosen.
+        scores: log-likelihoods of each example's choices; the first wins a tie.
         is_right: whether each of the same choices is right. Any right choice counts.
 
     Returns:
-        `accuracy`. Where all examples have equally many choices and one is right: with two
+        `accuracy`. If all examples have equally many choices and one is right: with two
         choices also `f1`, `auc-roc` and `auc-pr` of the second one, with more the mean F1.
 
     Raises:
-        ValueError: no examples, or other numbers of scores than of choices.
+        ValueError: there are no examples, or numbers of scores and choices differ.
     """
     sizes = [len(each) for each in scores]
     require(
@@ -202,8 +202,8 @@ def _class_results(score_NC, guess_N, right_N) -> dict[str, float]:
     f1 = [_f1(guess_N, right_N, number) for number in range(num_classes)]
     if num_classes != 2:
         return {f"mean_{num_classes}class_f1": statistics.fmean(f1)}
-    # The probability of the second class rises with the difference of the scores. In single
-    # precision, as T5 takes them: rounding decides which examples tie.
+    # The probability of the second class rises with the difference of the scores. Single
+    # precision, as in T5: rounding decides which examples tie.
     score_NC = score_NC.astype(np.float32)
     shifted_NC = np.exp(score_NC - score_NC.max(-1, keepdims=True))
     chance_N = (shifted_NC / shifted_NC.sum(-1, keepdims=True))[:, 1]
@@ -217,7 +217,7 @@ def _areas(chance_N, is_positive_N) -> tuple[float, float]:
     found = np.bincount(place_N, is_positive_N, len(chance)).cumsum()
     false = np.bincount(place_N, ~is_positive_N, len(chance)).cumsum()
     if not found[-1] or not false[-1]:
-        return float("nan"), float("nan")  # of one class there is nothing to find
+        return float("nan"), float("nan")  # with one class there is nothing to find
     recall, fall_out = found / found[-1], false / false[-1]
     roc = np.trapezoid(np.append(0, recall), np.append(0, fall_out))
     return float(roc), float(np.sum(np.diff(recall, prepend=0) * found / (found + false)))

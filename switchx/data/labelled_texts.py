@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts with a label each: files are labels, or a column of their rows is.
+"""Texts with one label each: the name of their file, or a column of its rows.
 
 Dims: R texts
 """
@@ -30,8 +30,8 @@ class LabelledTexts:
 
     Attributes:
         texts: the texts, in the order of files and rows.
-        targets: what a decoder is to write to each; None where no column was named.
-        labels: names of the labels, in the order in which they first stand.
+        targets: what a decoder should write for each; None if no column was named.
+        labels: names of the labels, in the order of their first occurrence.
         label_R: index of each text's label.
         account: what was read, and what was left out.
     """
@@ -61,8 +61,8 @@ def read_labelled_texts(
             its suffix, the label of all its texts.
 
     Raises:
-        ValueError: no file, a file without texts, that cannot be read or has no such column,
-            texts without labels where a column of labels is asked for, or two files of one
+        ValueError: there is no file, a file has no texts, cannot be read or lacks a column,
+            texts have no labels although a column of labels was named, or two files have one
             name.
     """
     found = FoundFiles(wants=has_rows)
@@ -110,7 +110,7 @@ def read_labelled_texts(
 
 
 def _labels_of_files(files: list[Folder]) -> dict[Folder, str]:
-    """The file's name without suffixes; with its folder's, where another file has it too."""
+    """The file's name without suffixes; with its folder's if another file has the same."""
     stems = {file: name_of(file.name).stem for file in files}
     times = collections.Counter(stems.values())
     labels = {
@@ -128,7 +128,7 @@ def _labels_of_files(files: list[Folder]) -> dict[Folder, str]:
 def _rows(
     file: Folder, columns: list[str], text_column: str, tally: collections.Counter
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Rows with their places; of a text file its documents."""
+    """Rows with their places; for a text file, its documents."""
     if name_of(file.name).kind == ".txt":
         require(
             len(columns) == 1,

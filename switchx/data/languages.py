@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multilingual mixtures: each language is a task of its own, all of one vocabulary.
+"""Multilingual mixtures: each language is a task of its own, all with one vocabulary.
 
 mT5 (Xue et al. 2021, arXiv:2010.11934, section 3.1) and mSwitch (Fedus et al. 2021,
 arXiv:2101.03961, section 4.3): language L is drawn at a rate proportional to |L|^0.3 examples.
@@ -40,10 +40,10 @@ def mc4(
     """Languages of mC4 as TFDS prepared it, tasks `mc4_de`, ...
 
     Args:
-        evaluated: languages; None is all that are learnt.
+        evaluated: languages to evaluate; None is all that are learnt.
 
     Raises:
-        ValueError: a language that mC4 does not have.
+        ValueError: mC4 does not have one of the languages.
     """
     known = MC4_LANGUAGES + MC4_IN_LATIN
     unknown = sorted(set(languages + (evaluated or ())) - set(known))
@@ -69,7 +69,7 @@ def language_files(
         columns: columns, as in `TextFiles.columns`.
 
     Raises:
-        ValueError: no languages, or one that has no such file, or several.
+        ValueError: there are no languages, or one has no such file, or several.
     """
     require(languages, "no languages; name those whose files are in the folder")
     root = Path(folder).expanduser()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loader: training batches without end, and evaluation batches, each process its part.
+"""The loader: endless training batches, and evaluation batches; each process reads its part.
 
-Training reads one stream a row (`streams.py`). Each batch comes with the cursors of its rows,
+Training reads one stream per row (`streams.py`). Each batch comes with the cursors of its rows,
 so the loader's state is that of the batch last handed out, however far it has read ahead.
 """
 
@@ -33,8 +33,8 @@ class BatchConfig:
     """The shape of a batch.
 
     Attributes:
-        batch_size: rows of the global batch, over all processes.
-        features: the form of a row, of a model with an encoder or without.
+        batch_size: number of rows of the global batch, over all processes.
+        features: layout of a row, for a model with or without an encoder.
         packed: whether a row has several examples; otherwise it has one.
     """
 
@@ -54,7 +54,7 @@ class Shard:
 
     Attributes:
         parts: indices of the parts, ascending.
-        count: parts of a batch.
+        count: number of parts of a batch.
     """
 
     parts: tuple[int, ...] = (0,)
@@ -72,7 +72,7 @@ class Shard:
         """The rows of the global batch that are this shard's, ascending.
 
         Raises:
-            ValueError: the batch does not divide.
+            ValueError: the batch does not divide into parts.
         """
         size, rest = divmod(batch_size, self.count)
         if rest:
@@ -93,7 +93,7 @@ class Prefetch:
         num_batches: number of batches that a thread keeps ready; 0 makes each when it is
             needed.
         num_workers: number of processes among which the rows are divided; 0 for none. A program
-            that uses them starts under `if __name__ == "__main__":`.
+            that uses them needs `if __name__ == "__main__":`.
     """
 
     num_batches: int = 2
@@ -104,9 +104,9 @@ class Prefetch:
 
 
 class TrainLoader:
-    """Iterates over this process' part of the training batches, without end.
+    """Iterates endlessly over this process's part of the training batches.
 
-    The global batch, the parts of all shards one after another, is a function of the source,
+    The global batch, which is the parts of all shards in order, is a function of the source,
     the batch config, the seed and the step; not of shards, prefetching or interruptions.
 
     Args:
@@ -114,8 +114,8 @@ class TrainLoader:
         data_dir: folder of prepared corpora; see `Corpus.open`.
 
     Raises:
-        ValueError: the batch size does not divide by the shards, a seed below 0, or a task
-            that does not suit its corpus or the features (`open_task`).
+        ValueError: the batch size does not divide by the shards, the seed is below 0, or a
+            task does not suit its corpus or the features (`open_task`).
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class TrainLoader:
             dataset, prefetch_buffer_size=self._prefetch.num_batches
         )
         self._iterators = [iter(dataset)]
-        # At the latest when the program ends: Grain's own clean-up fails later than that.
+        # At program exit at the latest: Grain's own clean-up runs later, and would fail.
         self._stop = weakref.finalize(self, _stop, self._iterators)
 
     def _description(self) -> dict:
@@ -243,7 +243,7 @@ def _stop(iterators: list[grain.DatasetIterator]) -> None:
 
 
 def merge_states(states: Sequence[dict]) -> dict:
-    """One loader state that holds all rows, from those of all shards, in any order.
+    """One loader state that holds all rows, from the states of all shards, in any order.
 
     Raises:
         ValueError: the states are of several steps or pipelines, or disagree about a row.
@@ -280,19 +280,19 @@ def evaluation_batches(
     num_batches: int | None = None,
     task_id: int | None = None,
 ) -> Iterator[Batch]:
-    """This process' part of the task's evaluation batches, the same each time.
+    """This process's part of the task's evaluation batches, the same each time.
 
     The split is read once, in its order; an example's random choices are fixed by its index.
     The last batch is filled up with padding, whose loss weights are 0. Each process goes
     through all rows and lays out its own: all see equally many batches.
 
     Args:
-        task: a task, whose split is opened, or one with its evaluation split at hand.
-        num_batches: largest number of batches; None reads the whole split.
+        task: a task, whose split is opened, or an `OpenTask` of its evaluation split.
+        num_batches: maximum number of batches; None reads the whole split.
         task_id: number of the task in a mixture with `rows`, which the batches then contain.
 
     Raises:
-        ValueError: as `TrainLoader`, or no example of the split fits the features.
+        ValueError: as for `TrainLoader`, or no example of the split fits the features.
     """
     rows = shard.rows(config.batch_size)
     opened = task
@@ -333,10 +333,10 @@ class RowBatches(grain.IterDataset):
         self._rows = list(zip(rows, cursors, strict=True))
 
     def set_slice(self, sl: slice, sequential_slice: bool = False) -> None:
-        """Leaves the rows of worker `sl.start` out of `sl.step`; called by `mp_prefetch`.
+        """Keeps the rows of worker `sl.start` of `sl.step`; called by `mp_prefetch`.
 
-        Blocks of rows rather than every `sl.step`-th, so that workers' parts one after
-        another are the batch.
+        Takes blocks of rows rather than every `sl.step`-th, so that the workers' parts in
+        order are the batch.
         """
         num_rows = len(self._rows)
         start, stop = (num_rows * worker // sl.step for worker in (sl.start, sl.start + 1))
@@ -370,15 +370,15 @@ class _RowBatchIterator(grain.DatasetIterator):
 
 
 def with_task_ids(batch: Batch, task_ids: Sequence[int] | None) -> Batch:
-    """The batch, saying in `task_ids` `[B]` which task each row is of, if that is known."""
+    """The batch, with each row's task in `task_ids` `[B]` if that is known."""
     return batch if task_ids is None else batch | {"task_ids": np.array(task_ids, np.int32)}
 
 
 def join_rows(parts: Sequence[tuple[Batch, np.ndarray]]) -> tuple[Batch, np.ndarray]:
-    """One batch from those of the workers."""
+    """One batch from the batches of the workers."""
     batches, cursors = zip(*parts, strict=True)
 
-    # `asarray` leaves the workers' shared memory: a batch is an ordinary array.
+    # `asarray` detaches from the workers' shared memory: a batch is an ordinary array.
     def join(arrays):
         return np.concatenate([np.asarray(array) for array in arrays])
 

@@ -30,9 +30,9 @@ class ProportionalRates:
     """Examples-proportional mixing, `r_m = min(e_m, K)^(1/T)`, normalised.
 
     Attributes:
-        temperature: T; 1 is proportional, the larger the nearer to equal (mT5's exponent
+        temperature: T; 1 is proportional, larger values are nearer to equal (mT5's exponent
             of 0.3 is T = 1/0.3).
-        maximum: K, the artificial limit on the size of a task; None for none.
+        maximum: K, the artificial limit on the size of a task; None for no limit.
     """
 
     temperature: float = 1.0
@@ -45,7 +45,7 @@ class ProportionalRates:
     def of_sizes(self, sizes: Sequence[int]) -> list[float]:
         exponent = 1 / self.temperature
         sizes = [min(size, self.maximum or size) for size in sizes]
-        # Of the largest where powers would be too large.
+        # In units of the largest where powers would overflow.
         unit = max(sizes) if exponent * math.log(max(1, *sizes)) > 600 else 1
         return [(size / unit) ** exponent for size in sizes]
 
@@ -59,8 +59,8 @@ class Mixture:
         rates: one fixed weight for each task, or `ProportionalRates` of the number of records
             in each task's training split.
         rows: number of rows of each task in every batch, in the order of the tasks, instead of
-            rates; batches then have the task of each row. None draws every example by the
-            rates, whatever its row.
+            rates; batches then name the task of each row. None draws every example by the
+            rates, regardless of its row.
         evaluation: tasks that are evaluated; they need not be among `tasks`. None is `tasks`.
     """
 
@@ -80,7 +80,7 @@ class Mixture:
                 "Mixture.evaluation have none; leave one of them out",
             )
         names = [task.name for task in self.tasks]
-        # A fingerprint reads or trains the vocabulary: none is needed of the same description.
+        # A fingerprint reads or trains the vocabulary; equal descriptions do not need one.
         first = self.tasks[0].vocabulary
         every = (*self.tasks, *(self.evaluation or ()))
         others = [task.vocabulary for task in every if task.vocabulary != first]
@@ -110,7 +110,7 @@ class Mixture:
         )
 
     def check_rows(self, batch_size: int) -> None:
-        """Raises ValueError where the rows of the tasks are not those of a batch."""
+        """Raises ValueError if the rows of the tasks do not add up to a batch."""
         require(
             self.rows is None or sum(self.rows) == batch_size,
             f"Mixture.rows={self.rows} are {sum(self.rows or ())} rows, and "
@@ -143,7 +143,7 @@ def evaluated_tasks(source: Task | Mixture) -> tuple[Task, ...]:
 
 
 def with_evaluated(source: Task | Mixture, change: Callable[[Task], Task]) -> Task | Mixture:
-    """The task or mixture, each task that is evaluated changed."""
+    """The task or mixture, with each evaluated task changed."""
     if isinstance(source, Task):
         return change(source)
     name = "tasks" if source.evaluation is None else "evaluation"
@@ -151,7 +151,7 @@ def with_evaluated(source: Task | Mixture, change: Callable[[Task], Task]) -> Ta
 
 
 def splits_read(source: Task | Mixture) -> list[tuple[Task, str]]:
-    """Tasks with the splits that training and evaluation read of them."""
+    """Tasks with the splits of them that training and evaluation read."""
     read = [(task, task.train_split) for task in as_mixture(source).tasks]
     return read + [(task, task.evaluation_split) for task in evaluated_tasks(source)]
 
@@ -160,7 +160,7 @@ def accounts_of(source: Task | Mixture, data_dir: str | None) -> list[Account]:
     """The parts of the corpora's files that are read, each corpus once.
 
     Raises:
-        ValueError: as `Corpus.open`.
+        ValueError: as for `Corpus.open`.
     """
     found = []
     for task, split in splits_read(source):
@@ -170,7 +170,7 @@ def accounts_of(source: Task | Mixture, data_dir: str | None) -> list[Account]:
 
 
 def as_mixture(source: Task | Mixture) -> Mixture:
-    """A task as the mixture of itself alone."""
+    """A task as a mixture of only itself."""
     return Mixture((source,)) if isinstance(source, Task) else source
 
 
@@ -182,7 +182,7 @@ def multi30k_directions(
 ) -> Mixture:
     """A task for each ordered pair of languages: `German: A man sleeps.` asks for German.
 
-    Tasks are named `multi30k_en_de` and are measured by BLEU and chrF.
+    Tasks are named like `multi30k_en_de` and are measured by BLEU and chrF.
 
     Args:
         languages: two or more of cs, de, en, fr.

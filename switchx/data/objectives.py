@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objectives: how a corpus' records become examples of inputs and targets.
+"""Objectives: how a corpus's records become examples of inputs and targets.
 
 Raffel et al. 2020 (arXiv:1910.10683), sections 3.1 and 3.2. For a `TextObjective`, documents
 are tokenized, joined and cut into chunks of a fixed length, so that nothing is padding and
@@ -9,7 +9,7 @@ example. A `RecordObjective` makes an example of each record.
 T5's span corruption (section 3.1.4, figure 2): spans of the text become sentinels, the targets
 spell them out. The arithmetic is that of `t5.data.preprocessors` (`random_spans_helper`,
 `random_spans_noise_mask`, `noise_span_to_unique_sentinel`), in double precision throughout;
-T5's mask rounds in single precision and so has one noise token more at a few lengths, such as
+T5's mask rounds in single precision and so has one more noise token at a few lengths, such as
 190.
 
     raw      We hold these truths to be self evident that all
@@ -35,11 +35,11 @@ class Objective(abc.ABC):
     """The base of `TextObjective` and `RecordObjective`.
 
     Attributes:
-        reads: keys of the records that it needs.
+        reads: keys of the records that the objective needs.
         ends_inputs_with_eos: whether its inputs end in EOS.
         has_sentinels: whether its inputs hold sentinels, as in span corruption.
         is_prefix_bidirectional: whether in a decoder-only model inputs attend to all inputs
-            (prefix LM); otherwise each token attends to those before it alone. An encoder's
+            (prefix LM); otherwise each token attends only to those before it. An encoder's
             inputs attend to all in any case.
     """
 
@@ -58,8 +58,8 @@ class TextObjective(Objective):
     """The base of objectives on chunks of running text: frozen dataclasses, a user's too.
 
     Attributes:
-        joins_with_eos: EOS stands at the end of each document, and nowhere else.
-        min_tokens: the fewest of a chunk, at the end of an evaluation split.
+        joins_with_eos: whether EOS stands at the end of each document, and nowhere else.
+        min_tokens: minimum length of a chunk, at the end of an evaluation split.
     """
 
     reads = ("text",)
@@ -69,10 +69,10 @@ class TextObjective(Objective):
 
     @abc.abstractmethod
     def chunk_length(self, features: Features) -> int:
-        """Tokens of raw text that an example is made of.
+        """Number of raw text tokens that make an example.
 
         Raises:
-            ValueError: the features hold no example.
+            ValueError: the features are too short for an example.
         """
 
     @abc.abstractmethod
@@ -83,7 +83,7 @@ class TextObjective(Objective):
         features: Features,
         rng: np.random.Generator,
     ) -> Example:
-        """The example of a chunk; whatever is random is drawn from `rng`."""
+        """The example of a chunk; random choices are drawn from `rng`."""
 
 
 class RecordObjective(Objective):
@@ -99,7 +99,7 @@ class RecordObjective(Objective):
 
 def _prefix_choice() -> bool:
     # Left out of `repr`, by which loaders tell pipelines apart: it changes no token, and states
-    # that were saved before there was a choice are of a bidirectional prefix.
+    # that were saved before the choice existed have a bidirectional prefix.
     return dataclasses.field(default=True, repr=False)
 
 
@@ -112,7 +112,7 @@ class SpanCorruption(TextObjective):
 
     Attributes:
         noise_density: share of the tokens that spans replace.
-        mean_span_length: tokens of a span, on average.
+        mean_span_length: mean number of tokens in a span.
     """
 
     ends_inputs_with_eos = True
@@ -150,7 +150,7 @@ class SpanCorruption(TextObjective):
 
 @dataclasses.dataclass(frozen=True)
 class PrefixLM(TextObjective):
-    """Text split at a random place: the inputs are what stands before, the targets after.
+    """Text split at a random place: the inputs are what comes before, the targets what follows.
 
     The split is uniform among those where both sides fit. EOS stands at the end of each
     document and nowhere else, as in T5's `pack_prefix_lm_encoder_decoder` and
@@ -166,7 +166,7 @@ class PrefixLM(TextObjective):
         return length
 
     def example(self, tokens_L, vocabulary, features, rng) -> Example:
-        """A prefix of the chunk and its continuation, a token or more each."""
+        """A prefix of the chunk and its continuation, at least one token each."""
         first, last = 1, len(tokens_L) - 1
         if isinstance(features, EncoderDecoderFeatures):
             first = max(first, len(tokens_L) - features.targets_length)
@@ -207,8 +207,8 @@ class InputsToTargets(RecordObjective):
         prefix: text put before all inputs, such as `translate English to German: `, by
             which one model tells the tasks of a mixture apart.
         is_prefix_bidirectional: whether in a decoder-only model inputs attend to all inputs, as
-            in the prefix LM of Raffel et al. (section 3.2.1) and in all runs from before there
-            was a choice. False suits a model that was pretrained causally; T5X's decoder-only
+            in the prefix LM of Raffel et al. (section 3.2.1) and in all runs from before the
+            option existed. False suits a model pretrained causally; T5X's decoder-only
             model is causal unless `inputs_bidirectional_attention` is set.
     """
 
@@ -224,7 +224,7 @@ class InputsToTargets(RecordObjective):
         return Example(encode(self.prefix + record["inputs"]), encode(record["targets"]))
 
 
-# Names of our own in the descriptions of run folders; a user's class has its dotted name.
+# Names of built-in classes in descriptions of run folders; a user's class has its dotted name.
 OBJECTIVES = {
     objective.__name__: objective
     for objective in (SpanCorruption, PrefixLM, CausalLM, InputsToTargets)
@@ -254,8 +254,8 @@ def count_spans(raw_length: int, noise_density: float, mean_span_length: float) 
     """The number of noise tokens and spans; at least one of each, and one token is kept.
 
     Raises:
-        ValueError: fewer than 2 tokens, or more spans asked for than tokens are kept to
-            stand between them.
+        ValueError: there are fewer than 2 tokens, or more spans than kept tokens to stand
+            between them.
     """
     require(
         raw_length >= 2,
@@ -268,7 +268,7 @@ def count_spans(raw_length: int, noise_density: float, mean_span_length: float) 
     )
     num_noise = min(max(round(raw_length * noise_density), 1), raw_length - 1)
     num_spans = max(round(num_noise / mean_span_length), 1)
-    # Rounding alone can ask for a span too many, in short texts at half density.
+    # Rounding can ask for one span too many in short texts at half density.
     return SpanCounts(raw_length, num_noise, min(num_spans, raw_length - num_noise))
 
 
@@ -284,7 +284,7 @@ def fit_inputs_length(
     """
     noise = (noise_density, mean_span_length)
     found = _longest(noise, "inputs_length", inputs_length, lambda counts: counts.inputs_length)
-    # T5's own exception: at half density, targets as long as the inputs, a rounder number.
+    # T5's own exception: at half density targets are as long as inputs, a rounder number.
     if noise_density == 0.5 and found.targets_length > found.inputs_length:
         found = count_spans(found.raw_length - 1, *noise)
     return found
@@ -305,7 +305,7 @@ def fit_joint_length(length: int, noise_density: float, mean_span_length: float)
 def _longest(
     noise: tuple[float, float], name: str, length: int, length_of: Callable[[SpanCounts], int]
 ) -> SpanCounts:
-    """The counts of the longest text that fits `length` tokens, of 2 tokens at least."""
+    """The counts of the longest text, of at least 2 tokens, that fits `length` tokens."""
     found = count_spans(2, *noise)
     if length < (least := length_of(found)):
         raise ValueError(f"{name}={length} is too short for any text; use at least {least}")
@@ -315,7 +315,7 @@ def _longest(
 
 
 def noise_mask(counts: SpanCounts, rng: np.random.Generator) -> np.ndarray:
-    """A random mask, true on noise: kept and noise spans alternate, a kept one first.
+    """A random mask, true on noise: kept and noise spans alternate, beginning with a kept one.
 
     Every mask with these counts is equally likely (T5's `random_spans_noise_mask`), so the
     text always ends in a noise span.

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from switchx.data.features import Example, Features
 
-# Rows that are filled side by side.
+# Number of rows that are filled side by side.
 OPEN_ROWS = 8
 
 
@@ -19,12 +19,12 @@ class Examples(Protocol):
 def pack_rows(
     examples: Examples, features: Features, num_rows: int = OPEN_ROWS
 ) -> list[list[Example]]:
-    """Fills up to `num_rows` rows; each example goes into the first that holds it.
+    """Fills up to `num_rows` rows; each example goes into the first that has room for it.
 
-    The first example that none holds closes the rows, and stays in the stream.
+    The first example that fits in no row closes the rows, and stays in the stream.
 
     Args:
-        examples: none of which is too long for an empty row.
+        examples: examples, none of which is too long for an empty row.
 
     Returns:
         The rows that hold any example; none only if the stream is at its end.
@@ -44,5 +44,5 @@ def pack_rows(
 
 
 def fits(size: tuple[int, ...], free: tuple[int, ...]) -> bool:
-    """Whether an example's tokens, by feature, are no more than what is free."""
+    """Whether an example's tokens, by feature, fit into what is free."""
     return all(used <= have for used, have in zip(size, free, strict=True))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Special ids of others: what padding, the end and unknown are in files from elsewhere.
+"""Foreign special ids: the ids of padding, end and unknown in files from elsewhere.
 
-T5's kin and SentencePiece vocabularies have padding at 0, the end at 1 and unknown at 2 here.
-Where their files have them elsewhere, ids are permuted as the files are read, and back as they
+Vocabularies of T5's family and of SentencePiece have padding at 0, end at 1 and unknown at 2
+here. If their files have other ids, ids are permuted when files are read, and back when they
 are written. Other vocabularies keep their ids (`Vocabulary.pad_id`, `eos_ids`, `start_id`).
 
 Dims: V vocabulary
@@ -21,7 +21,7 @@ def their_ids(special_ids: Sequence[int]) -> dict[int, int]:
     """A model's ids by our ids where they may differ, given its ids of padding, end, unknown.
 
     The mapping is a permutation: tokens whose ids are taken get the ids that become free, in
-    order. An unknown token that is padding or the end has no id of its own.
+    order. An unknown token that is also padding or the end has no id of its own.
     """
     theirs: dict[int, int] = {}
     for our, their in enumerate(special_ids):
@@ -36,8 +36,8 @@ def in_our_order(value, axis: int, special_ids: Sequence[int], start: int | None
     """An array whose axis V follows a model's ids, with its entries in the order of our ids.
 
     Args:
-        start: the model's id that a decoder's input begins with, whose entry our id 0 gets;
-            None where our id 0 gets the entry of the model's padding.
+        start: the model's id that begins a decoder's input, whose entry our id 0 gets; with
+            None, our id 0 gets the entry of the model's padding.
     """
     order_V = _order_V(value.shape[axis], special_ids)
     if start is not None:
@@ -59,10 +59,10 @@ def _order_V(size: int, special_ids: Sequence[int]) -> np.ndarray:
 
 
 def renumbered(model: bytes, special_ids: Sequence[int], where: str) -> bytes:
-    """A SentencePiece model with its pieces by our ids; it cuts texts as before.
+    """A SentencePiece model with its pieces by our ids; it splits texts as before.
 
     Raises:
-        ValueError: an id is that of no piece, the model's own ids contradict it, or unknown
+        ValueError: an id belongs to no piece, the model's own ids contradict it, or unknown
             characters become padding.
     """
     # The library's own description of its files; it needs protobuf.

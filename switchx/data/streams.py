@@ -3,12 +3,13 @@
 
 Each of the B rows of a global batch is a stream of its own: row b reads the records b, b + B,
 b + 2B, ... of the shuffled corpus, epoch after epoch. So the rows, and with them the global
-batch, are the same however many processes share them, and where a stream stands is a handful
-of counters, its cursor. Text has several streams a row, `LANES`, of which each example draws
-one: documents are longer than a chunk, and this mixes them as T5's shuffle buffer does.
+batch, are the same however many processes share them, and the position of a stream is a
+handful of counters, its cursor. Text has several streams per row, `LANES`, of which each
+example draws one: documents are longer than a chunk, and this mixes them as T5's shuffle
+buffer does.
 
-Packing is first fit over a few open rows, as Grain's; here all the state that it needs is
-where the stream of examples stood when a window of rows began.
+Packing is first fit over a few open rows, like Grain's; here the only state that it needs is
+the position of the stream of examples when a window of rows began.
 
 Dims: L length of a text in tokens
 """
@@ -27,12 +28,12 @@ from switchx.data.packing import OPEN_ROWS, fits, pack_rows
 from switchx.data.tasks import OpenTask
 
 LANES = 8
-# Records in a row that may give no example before that is an error (at most 100 epochs).
+# Consecutive records that may give no example before it is an error (at most 100 epochs).
 _MOST_SKIPPED = 100_000
 # Fewer records are permuted in memory; Grain's cipher works on blocks of 16 bits and would
-# look for an index below n for 65536 / n rounds.
+# take 65536 / n rounds to find an index below n.
 _FEW = 65_536
-# Epochs whose orders are kept: rows that share records are in several at a time.
+# Epochs whose orders are kept: rows that share records are in several epochs at a time.
 _EPOCHS = 8
 
 # Purposes of the random generators; a part of their seed.
@@ -59,11 +60,11 @@ class StreamPlan:
 
     Attributes:
         probabilities: probability of each task.
-        num_rows: B, rows of the global batch.
+        num_rows: B, the number of rows of the global batch.
         is_finite: whether the stream ends, for evaluation: it has the records once and in
             order, in one lane and a single row.
-        rows_of_tasks: number of rows of each task, one task's rows after the other's; None
-            where all rows draw from all tasks.
+        rows_of_tasks: number of rows of each task, one task's rows after another's; None
+            if all rows draw from all tasks.
     """
 
     tasks: tuple[OpenTask, ...]
@@ -75,7 +76,7 @@ class StreamPlan:
     rows_of_tasks: tuple[int, ...] | None = None
 
     def task_of(self, row: int) -> int | None:
-        """The only task of a row; None where it draws from all."""
+        """The only task of a row; None if it draws from all."""
         if self.rows_of_tasks is None:
             return None
         return int(np.searchsorted(np.cumsum(self.rows_of_tasks), row, side="right"))
@@ -104,7 +105,7 @@ class StreamPlan:
 
     @functools.cached_property
     def order(self) -> tuple[Sequence[int], ...]:
-        """Numbers of each task's records as they are read: without end in training."""
+        """Indices of each task's records in reading order: endless in training."""
         numbers = [range(len(task.records)) for task in self.tasks]
         if self.is_finite:
             return tuple(numbers)
@@ -116,7 +117,7 @@ class StreamPlan:
         """Examples dropped and truncated before the cursors, together: `task/dropped`, ...
 
         Args:
-            cursors: cursors, one in the last dimension; any dimensions before it.
+            cursors: cursors along the last dimension; any dimensions before it.
         """
         tasks = cursors.view(cursor_dtype(len(self.tasks)))["tasks"]
         return {
@@ -127,9 +128,9 @@ class StreamPlan:
 
 
 class Shuffled:
-    """An endless sequence of records, all once an epoch, each epoch in another order.
+    """An endless sequence of records, each once per epoch, every epoch in another order.
 
-    `[i]` is known without what stands before it.
+    `[i]` can be computed without the entries before it.
 
     Args:
         seed: integers of at least 0, any number of them.
@@ -152,16 +153,16 @@ class Shuffled:
         return self._records[_permuted(position, size, order)]
 
     def _order(self, epoch: int) -> np.ndarray | int:
-        """The permutation of an epoch, or for many records the seed of Grain's."""
+        """The permutation of an epoch, or for many records the seed of Grain's permutation."""
         rng, size = np.random.default_rng((*self._seed, epoch)), len(self._records)
         return rng.permutation(size) if size < _FEW else int(rng.integers(2**32))
 
 
 def _permuted(index: int, size: int, seed: int) -> int:
     """The image of `index` under a permutation of [0, size) that `seed` names."""
-    # Grain 0.2.18 takes a bit too few where the last index is a power of four (65,537 records):
-    # it gives one index twice and never the last. There, indices one more are permuted, and the
-    # one that is too large is followed along its cycle.
+    # Grain 0.2.18 takes one bit too few if the last index is a power of four (65,537 records):
+    # it gives one index twice and never the last. In that case one more index is permuted, and
+    # the one that is too large is followed along its cycle.
     last = size - 1
     is_power_of_four = last & (last - 1) == 0 and last.bit_length() % 2 == 1
     while True:
@@ -191,21 +192,21 @@ class RowStream:
 
     @property
     def cursor(self) -> np.ndarray:
-        """The cursor of the next row: its window's start and its place in it."""
+        """The cursor of the next row: the start of its window and its place in the window."""
         cursor = self._start.copy()
         cursor[0] = self._emitted
         return cursor
 
     @property
     def read_cursor(self) -> np.ndarray:
-        """The cursor behind all that was read, also for rows to come."""
+        """The cursor after all that was read, including what was read for later rows."""
         return self._examples.cursor
 
     def __iter__(self) -> Iterator[list[Example]]:
         return self
 
     def __next__(self) -> list[Example]:
-        if self._window is None:  # also after a restart in the middle of one
+        if self._window is None:  # also after a restart in the middle of a window
             self._window = self._fill()
         if self._emitted == len(self._window):
             self._start, self._emitted = self._examples.cursor, 0
@@ -217,8 +218,8 @@ class RowStream:
 
     def _fill(self) -> list[list[Example]]:
         if self._is_packed:
-            # First windows of different sizes, so that not all rows of a batch are at the
-            # end of one, where the work is, in the same step.
+            # First windows differ in size, so that not all rows of a batch reach the end of
+            # a window, where the work is, in the same step.
             is_first = self._start.view(self._dtype)["drawn"][0] == 0
             num_rows = 1 + self._row % OPEN_ROWS if is_first else OPEN_ROWS
             return pack_rows(self._examples, self._features, num_rows)
@@ -230,7 +231,7 @@ class ExampleStream:
     """The examples of one row, with a look at the next one.
 
     Raises (when an example is drawn):
-        ValueError: a whole corpus without a token, or without an example that fits.
+        ValueError: a whole corpus has no token, or no example that fits.
     """
 
     def __init__(self, plan: StreamPlan, row: int, cursor: np.ndarray):
@@ -247,13 +248,13 @@ class ExampleStream:
 
     @property
     def cursor(self) -> np.ndarray:
-        """The cursor of the example that `take` returns; after the last one, that of the end,
-        with what was left out before it."""
+        """The cursor of the example that `take` returns; after the last one, the end's cursor,
+        which counts what was left out before it."""
         is_waiting = self._is_peeked and self._peeked is not None
         return (self._peeked_cursor if is_waiting else self._next_cursor).copy()
 
     def peek(self) -> Example | None:
-        """The next example, which stays; None after the last one."""
+        """The next example, without taking it; None after the last one."""
         if not self._is_peeked:
             self._peeked_cursor = self._next_cursor.copy()
             self._peeked = self._draw()
@@ -261,13 +262,13 @@ class ExampleStream:
         return self._peeked
 
     def take(self) -> Example | None:
-        """The next example, which is used up; None after the last one."""
+        """The next example, removed from the stream; None after the last one."""
         example = self.peek()
         self._is_peeked = False
         return example
 
     def _draw(self) -> Example | None:
-        # One generator an example: evaluation is deterministic and training can go on
+        # One generator per example: evaluation is deterministic, and training can go on
         # from anywhere.
         rng = self._plan.generator(DRAW, self._row, int(self._fields["drawn"]))
         self._fields["drawn"] += 1
@@ -291,7 +292,7 @@ class _Reader(abc.ABC):
 
     @abc.abstractmethod
     def read(self, cursor, rng: np.random.Generator) -> Example | None:
-        """The next example, which moves the task's part of the cursor; None at the end."""
+        """The next example; advances the task's part of the cursor. None at the end."""
 
     def _is_at_end(self, number: int) -> bool:
         return self._plan.is_finite and number >= len(self._open.records)
@@ -344,7 +345,7 @@ class _TextReader(_Reader):
         if len(tokens_L) and task.objective.joins_with_eos:
             tokens_L = np.append(tokens_L, np.int32(task.vocabulary.eos_id))
         # Streams begin somewhere in their first document. With fewer documents than
-        # streams, many would otherwise read the same at the same time.
+        # streams, many would otherwise read the same text at the same time.
         if len(tokens_L) and number == 0 and not plan.is_finite:
             rng = plan.generator(START, self._index, stream)
             tokens_L = tokens_L[rng.integers(len(tokens_L)) :]
@@ -352,7 +353,7 @@ class _TextReader(_Reader):
 
 
 class _RecordReader(_Reader):
-    """Records that are examples already; those that no row holds as the task says."""
+    """Records that are examples already; too long ones are treated as the task says."""
 
     def read(self, cursor, rng: np.random.Generator) -> Example | None:
         task, features = self._task, self._plan.features

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tasks: a corpus, read by a vocabulary, learnt by an objective.
 
-And `TextFormat`: how a text becomes the token ids that a model of such tasks learnt to read.
+Also `TextFormat`: how a text becomes the token ids that a model of such tasks learnt to read.
 """
 
 import dataclasses
@@ -29,11 +29,11 @@ class Task:
         name: name of the task in metrics and in the loader's state.
         corpus: source of the examples.
         vocabulary: vocabulary of the token ids.
-        objective: what is made of an example: inputs and targets.
-        too_long: treatment of an example of a `RecordObjective` that no row holds: `drop` and
-            `truncate` are counted (`TrainLoader.counts`), `error` stops. (T5X truncates and
-            does not say so.) Text is cut into chunks that fit.
-        train_split, evaluation_split: splits for training and evaluation: the corpus' names,
+        objective: how inputs and targets are made from the corpus.
+        too_long: treatment of an example of a `RecordObjective` that fits in no row: `drop` and
+            `truncate` are counted (`TrainLoader.counts`), `error` stops. (T5X truncates
+            silently.) Text is cut into chunks that fit.
+        train_split, evaluation_split: splits for training and evaluation: the corpus's names,
             slices of them or several, such as `train[:90%]` (`corpora/splits.py`).
         metrics: metrics of the texts that a model generates for the inputs, against the
             targets.
@@ -71,7 +71,7 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class OpenTask:
-    """A task with one split of its corpus at hand.
+    """A task with one opened split of its corpus.
 
     Attributes:
         chunk_length: number of tokens of raw text in an example; None for a `RecordObjective`.
@@ -98,8 +98,8 @@ def open_task(task: Task, split: str, data_dir: str | None, features: Features) 
     """Opens a split of the task's corpus and checks that everything fits together.
 
     Raises:
-        ValueError: the objective does not suit the features or the corpus' records, or
-            there are none.
+        ValueError: the objective does not suit the features or the corpus's records, or
+            there are no records.
     """
     is_text = isinstance(task.objective, TextObjective)
     chunk_length = task.objective.chunk_length(features) if is_text else None
@@ -130,7 +130,7 @@ class TextFormat:
         inputs_end_with_eos: whether inputs end with EOS, as in span corruption and inputs to
             targets; a prefix ends anywhere.
         is_prompt_bidirectional: whether a decoder-only model's inputs attend to all inputs,
-            where the objective says so.
+            if the objective says so.
         names_sentinels: whether `<extra_id_0>` in a text is sentinel 0, not its characters.
     """
 
@@ -142,9 +142,9 @@ class TextFormat:
     def of_training(cls, source: Any, *, is_encoder_decoder: bool) -> Self:
         """The format of a task or a mixture, by its description in `config.json`.
 
-        Where its tasks differ: eos, if one of them writes it, and a bidirectional prompt, if
-        one of them has it. Where nothing is known of them (a model from elsewhere), T5's for
-        a model with an encoder, and a causal language model's without.
+        If its tasks differ: with eos if one of them writes it, and with a bidirectional prompt
+        if one of them has it. If nothing is known about them (a model from elsewhere): T5's
+        format for a model with an encoder, a causal language model's for one without.
 
         Raises:
             ValueError: a user's own objective cannot be imported.

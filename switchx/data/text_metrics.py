@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of generated texts against a corpus' targets, as their own libraries compute them.
+"""Metrics of generated texts against a corpus's targets, as their own libraries compute them.
 
-All are of raw, untokenized texts, and between 0 and 100. A target is a text, or a `Reference`
-that knows several right answers and more of its example. A result comes with its signature:
-what one has to know to compare it with another's. Metrics of classes are in `label_metrics.py`.
+All take raw, untokenized texts, and are between 0 and 100. A target is a text, or a `Reference`
+with several right answers and more about its example. A result comes with its signature, which
+one must know to compare it with another. Metrics of classes are in `label_metrics.py`.
 """
 
 import collections
@@ -25,14 +25,14 @@ _TRIVIA_PUNCTUATION = frozenset(string.punctuation + "\u2018\u2019\u00b4`_")
 
 
 class Reference(str):
-    """A target text, and what metrics need of its example besides.
+    """A target text, and what else metrics need to know about its example.
 
     Attributes:
         answers: all texts that are right, at least one.
-        group: examples of one group belong together; empty where there are no groups.
-        label: number of the right class; None where targets are no class.
-        choices: texts to be ranked by score; empty where there is no choice.
-        example_id: the data set's own name of the example; empty where it has none.
+        group: name shared by examples that belong together; empty if there are no groups.
+        label: number of the right class; None if targets are not classes.
+        choices: texts to be ranked by score; empty if there is no choice.
+        example_id: the data set's own name of the example; empty if it has none.
     """
 
     __slots__ = ("answers", "choices", "example_id", "group", "label")
@@ -55,9 +55,9 @@ class MetricResult:
     """One number about many texts.
 
     Attributes:
-        score: the number; None where it could not be computed.
+        score: the number; None if it could not be computed.
         signature: library, its version and its settings.
-        interval: 95% interval by bootstrap, where it was asked for and the library has it.
+        interval: 95% bootstrap interval, if it was asked for and the library has it.
         note: the reason why there is no score.
     """
 
@@ -69,8 +69,8 @@ class MetricResult:
 
 
 def computed(result: MetricResult) -> MetricResult:
-    """The result with Python's numbers; where the score is no finite one, without a score and
-    with a note."""
+    """The result with Python numbers; if the score is not finite, without a score and with a
+    note."""
     if result.score is None:
         return result
     interval = result.interval and tuple(map(float, result.interval))
@@ -87,9 +87,9 @@ def results_or_notes(
     targets: Sequence[str],
     num_bootstrap: int = 0,
 ) -> list[MetricResult]:
-    """The metric's results; where it raises, each of its names without a score, with a note.
+    """The metric's results; if it raises, each of its names without a score, with a note.
 
-    Metrics are code of libraries and of users, and no reason to end a training.
+    Metrics are code of libraries and users; their failure is no reason to end training.
     """
     try:
         return list(map(computed, metric.results(predictions, targets, num_bootstrap)))
@@ -108,7 +108,7 @@ class TextMetric(Protocol):
     def results(
         self, predictions: Sequence[str], targets: Sequence[str], num_bootstrap: int = 0
     ) -> list[MetricResult]:
-        """Compares equally many texts, at least one.
+        """Compares predictions with equally many targets, at least one.
 
         Args:
             targets: texts or `Reference`s.
@@ -123,10 +123,10 @@ class Bleu:
     All right answers of an example are its references.
 
     Attributes:
-        tokenize: 13a is WMT's; intl splits at all punctuation of Unicode; zh and char are
-            for Chinese, and for texts without spaces. Those of sacreBLEU that need no further
-            package and download nothing.
-        lowercase: whether upper and lower case are the same.
+        tokenize: tokenizer. 13a is WMT's; intl splits at all Unicode punctuation; zh and char
+            are for Chinese, and for texts without spaces. Only those of sacreBLEU that need no
+            further package and download nothing.
+        lowercase: whether case is ignored.
     """
 
     tokenize: Literal["13a", "intl", "char", "zh", "none"] = "13a"
@@ -172,16 +172,16 @@ class ChrF:
 class Rouge:
     """Mean F-measures of rouge-score (Lin 2004), in percent.
 
-    For ROUGE-Lsum a sentence ends at a newline, and at ` . ` as in T5's metric (texts that
-    were tokenized, such as CNN/Daily Mail). T5 reports a bootstrap's median of the mean. Of
-    several answers the best counts, for each type (SciTLDR's way).
+    For ROUGE-Lsum a sentence ends at a newline, and at ` . ` as in T5's metric (for tokenized
+    texts such as CNN/Daily Mail). T5 reports the bootstrap median of the mean. With several
+    answers, the best one counts for each type (as in SciTLDR).
 
     Attributes:
         types: types of rouge-score; T5's by default.
         use_stemmer: whether the stems of English words are compared.
-        tokenize: tokenizer. `rouge` is rouge-score's and T5's, the runs of a to z and 0 to 9
-            alone; the others are sacreBLEU's (`Bleu`), for other scripts, on texts in lower
-            case.
+        tokenize: tokenizer. `rouge` is rouge-score's and T5's, only the runs of a to z and 0 to
+            9; the others are sacreBLEU's (`Bleu`), for other scripts, on lower-cased
+            texts.
     """
 
     types: tuple[str, ...] = ("rouge1", "rouge2", "rougeLsum")
@@ -211,7 +211,7 @@ class Rouge:
         tokenizer = self._tokenizer()
         _warn_of_empty_references(tokenizer, self.tokenize, targets)
         scorer = RougeScorer(list(self.types), tokenizer=tokenizer)
-        # A line a sentence: rouge-score splits at newlines alone.
+        # One line per sentence: rouge-score splits only at newlines.
         scores = [
             scorer.score_multi(list(map(_lines, answers_of(target))), _lines(prediction))
             for target, prediction in zip(targets, predictions, strict=True)
@@ -234,7 +234,7 @@ class Rouge:
 
 
 class _SacrebleuTokens:
-    """Tokens of sacreBLEU as rouge-score asks for them."""
+    """A tokenizer of sacreBLEU with the interface of rouge-score."""
 
     def __init__(self, name: str):
         from sacrebleu.tokenizers import tokenizer_char, tokenizer_intl, tokenizer_zh
@@ -278,11 +278,11 @@ class Squad:
     They are T5's `squad` and `trivia_qa` metrics (`qa_utils`).
 
     Attributes:
-        normalization: `squad`, as SQuAD's own script: lower case, without punctuation,
-            articles and further white space (Rajpurkar et al. 2016, arXiv:1606.05250, section
-            6.1); `trivia_qa`: punctuation, some more of it, becomes a space.
-        once_per_group: the first example of each group counts (ReCoRD, which has an example
-            for each right answer).
+        normalization: normalization of answers. `squad`, as SQuAD's own script: lower case,
+            without punctuation, articles and extra white space (Rajpurkar et al. 2016,
+            arXiv:1606.05250, section 6.1); `trivia_qa`: more punctuation, made spaces.
+        once_per_group: whether only the first example of each group counts (for ReCoRD, which
+            has an example for each right answer).
     """
 
     normalization: Literal["squad", "trivia_qa"] = "squad"
@@ -295,7 +295,7 @@ class Squad:
     def results(self, predictions, targets, num_bootstrap=0) -> list[MetricResult]:
         pairs = list(zip(predictions, targets, strict=True))
         if self.once_per_group:
-            # A later entry of a dictionary wins, so the first pair of each group stays.
+            # Later entries of a dictionary win, so the first pair of each group stays.
             pairs = list({_group_of(pair[1]): pair for pair in reversed(pairs)}.values())
         normalize = {"squad": normalized_answer, "trivia_qa": normalized_trivia_answer}
         text = normalize[self.normalization]
@@ -310,7 +310,7 @@ class Squad:
 
 @dataclasses.dataclass(frozen=True)
 class Accuracy:
-    """Percentage of texts that are the target, to the character (seqio's and T5's)."""
+    """Percentage of texts that equal the target exactly (seqio's and T5's)."""
 
     names = ("accuracy",)
 
@@ -335,7 +335,7 @@ def normalized_trivia_answer(text: str) -> str:
 
 
 def _lines(text: str) -> str:
-    """A line a sentence, as T5 has it."""
+    """The text with one line per sentence, as in T5."""
     return " .\n".join(text.split(" . "))
 
 
@@ -359,7 +359,7 @@ def _percent(values: Sequence[float]) -> float:
 
 
 def _sacrebleu(name: str, metric, predictions, targets, num_bootstrap: int) -> MetricResult:
-    # A bootstrap of 1 is none to sacreBLEU.
+    # To sacreBLEU, a bootstrap of 1 means none.
     answers = itertools.zip_longest(*map(answers_of, targets))  # None where there are fewer
     score = metric.corpus_score(
         list(predictions), list(map(list, answers)), n_bootstrap=max(num_bootstrap, 1)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens of a corpus' records, made when they are asked for, or kept on disk.
+"""Tokens of a corpus's records, made on request or kept on disk.
 
-What is kept lies in `tokens/<corpus>_<key>/` of the data folder: all ids in one file, where
-each sequence ends in another, the CRC-32 of each in a third, and a description. The key is of
+Kept tokens are in `tokens/<corpus>_<key>/` of the data folder: all ids in one file, the end of
+each sequence in another, the CRC-32 of each in a third, and a description. The key hashes
 everything that determines the ids: the records' content, the vocabulary, the objective and
-`VERSION`. Another text, vocabulary or prefix is made anew under another key, never mixed with
-what was there. The folder is written under another name and renamed when it is whole: a process
-that is killed leaves nothing that is read, and of two that write at once the second drops its
-copy.
+`VERSION`. Another text, vocabulary or prefix is tokenized anew under another key, never mixed
+with what was there. The folder is written under another name and renamed when it is complete:
+a killed process leaves nothing that is read, and of two that write at once the second drops
+its copy.
 
 Dims: L length of a sequence in tokens
 """
@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 
 class Encoded(Protocol):
-    """The tokens of each record: an `Example`, or of raw text an array [L] without EOS."""
+    """The tokens of each record: an `Example`, or for raw text an array [L] without EOS."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> Example | np.ndarray: ...
@@ -69,7 +69,7 @@ class Tokenizer:
 
 @dataclasses.dataclass(frozen=True)
 class KeptTokens:
-    """Tokens that lie on disk; can be pickled for Grain's workers."""
+    """Tokens on disk; can be pickled for Grain's workers."""
 
     folder: Path
     sequences_per_record: int
@@ -81,7 +81,7 @@ class KeptTokens:
         """Tokens of record `index`.
 
         Raises:
-            ValueError: they are not what was written.
+            ValueError: the tokens are not what was written.
         """
         first = index * self.sequences_per_record
         ends = self._ends[first : first + self.sequences_per_record + 1].tolist()
@@ -111,12 +111,12 @@ class KeptTokens:
     @functools.cached_property
     def _ids(self) -> np.ndarray:
         path = self.folder / _IDS
-        is_empty = not path.stat().st_size  # which cannot be mapped
+        is_empty = not path.stat().st_size  # an empty file cannot be mapped
         return np.zeros(0, np.int32) if is_empty else np.memmap(path, np.int32, "r")
 
 
 def open_tokens(tokenizer: Tokenizer, data_dir: str | None) -> KeptTokens:
-    """Opens the tokens of all records on disk, and makes them first where they are missing.
+    """Opens the tokens of all records on disk, and makes them first if they are missing.
 
     Args:
         data_dir: writable data folder, as `Corpus.open` takes it.
@@ -157,7 +157,7 @@ def _keep(tokenizer: Tokenizer, folder: Path, description: dict) -> None:
             _write(tokenizer, made, description)
             os.rename(made, folder)
     except OSError as error:
-        # Another process that was faster left the same here.
+        # A faster process may have left the same tokens here.
         if not folder.exists():
             raise ValueError(
                 f"tokens cannot be kept in {folder}: {error}; make room there, set DATA_DIR to "
@@ -187,7 +187,7 @@ def _write(tokenizer: Tokenizer, folder: Path, description: dict) -> None:
 
 
 def _check(kept: KeptTokens, description: dict, num_records: int) -> None:
-    """Refuses files that are not whole, or are of something else."""
+    """Refuses files that are incomplete, or belong to something else."""
     try:
         written = json.loads((kept.folder / _DESCRIPTION).read_text())
         num_ids = (kept.folder / _IDS).stat().st_size // np.dtype(np.int32).itemsize

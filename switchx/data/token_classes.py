@@ -24,7 +24,7 @@ BYTE_CLASSES = ("letter", "digits", "punctuation", "whitespace", "byte", "sentin
 
 
 class TokenClasses(NamedTuple):
-    """Names of classes, and the class of every id as an index into these."""
+    """Names of classes, and the class of every id as an index into them."""
 
     names: tuple[str, ...]
     class_V: np.ndarray
@@ -33,7 +33,7 @@ class TokenClasses(NamedTuple):
 def token_classes(vocabulary: SentencePieceVocabulary | ByteVocabulary) -> TokenClasses:
     """The class of every token id.
 
-    word start: a word behind a space or a sign of the same piece. word part: a piece that
+    word start: a word after a space or a sign in the same piece. word part: a piece that
     begins with a letter, inside a word or, in a vocabulary without a space in front of each
     text, at the start of a line. In a vocabulary of bytes both are `letter`. digits: digits
     and no letter. punctuation: neither letter nor digit. whitespace: spaces, indentation

@@ -2,8 +2,8 @@
 """Vocabularies: text to token ids and back, with T5's special ids and sentinels.
 
 Pad is 0, the end of a sequence 1, the unknown token 2, and a decoder's input starts with 0,
-where a vocabulary does not say otherwise. Sentinel i stands for the i-th span that span
-corruption took out (Raffel et al. 2020, arXiv:1910.10683, section 3.1.4). There are
+unless a vocabulary says otherwise. Sentinel i stands for the i-th span that span
+corruption removed (Raffel et al. 2020, arXiv:1910.10683, section 3.1.4). There are
 SentencePiece models, bytes, and plain token ids for a model that came without a vocabulary;
 `bpe.py` reads a `tokenizer.json`. `token_classes.py` says what kind of piece an id stands for.
 
@@ -29,13 +29,13 @@ from switchx.data.special_ids import EOS_ID, OURS, PAD_ID, UNK_ID, renumbered, t
 from switchx.fields import describe, require, require_at_least
 from switchx.object_store import require_no_lfs_pointer
 
-# How an unknown token reads, as SentencePiece shows it.
+# Text of an unknown token, as SentencePiece shows it.
 UNKNOWN = " \u2047 "
 
 _FIRST_BYTE_ID = 3
 _LAST_BYTE_ID = 258
 _NUM_BYTES_NOT_IN_UTF8 = 11  # 0xF5 to 0xFF
-_SPACE = "\u2581"  # SentencePiece's sign for one
+_SPACE = "\u2581"  # SentencePiece's sign for a space
 _SENTINEL = "<extra_id_"
 _SENTINEL_TEXT = re.compile(rf"{_SENTINEL}[0-9]+>")
 _NUMBER = re.compile(r"[0-9]{1,10}")
@@ -57,18 +57,18 @@ _CONTROLS = {PAD_ID: Piece("<pad>", "control"), EOS_ID: Piece("</s>", "control")
 
 
 class Vocabulary(abc.ABC):
-    """The base of all vocabularies, a user's own ones too: frozen dataclasses.
+    """The base of all vocabularies, including users' own: frozen dataclasses.
 
-    Grain's worker processes receive them by pickle. No id says by itself that a place has no
+    Grain's worker processes receive them by pickle. No id by itself marks a position without a
     token: what is a token follows from lengths (segment ids, masks).
 
     Attributes:
-        size: rows that an embedding needs: one more than the largest id, padding included.
+        size: number of rows that an embedding needs: one more than the largest id, padding
+            included.
         num_sentinels: number of sentinels.
-        pad_id: id that may stand behind given token ids and is no token; None where every id
-            may be one.
-        eos_ids: ids that end a text; the first one ends texts of training.
-        start_id: id that a decoder reads before a text; None where nothing stands there, and a
+        pad_id: id that may follow given token ids and is no token; None if every id may be one.
+        eos_ids: ids that end a text; the first one ends training texts.
+        start_id: id that a decoder reads before a text; None if there is no start, and a
             text's first token is not predicted.
     """
 
@@ -82,7 +82,7 @@ class Vocabulary(abc.ABC):
 
     @property
     def eos_id(self) -> int:
-        """The end of texts of training, the first of `eos_ids`."""
+        """The id that ends training texts, the first of `eos_ids`."""
         return self.eos_ids[0]
 
     @property
@@ -96,13 +96,13 @@ class Vocabulary(abc.ABC):
 
     @abc.abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of all ids, of those after an eos too.
+        """Text of all ids, including those after an eos.
 
         Pad and eos give nothing, sentinels `<extra_id_0>`, unknown and unused ids ` ⁇ `.
         """
 
     def sentinel_id(self, index: int) -> int:
-        """Id of sentinel `index`, from 0; by default the last ids, the first one last, as T5's.
+        """Id of sentinel `index`, from 0; by default the last ids in reverse, as in T5.
 
         Raises:
             ValueError: there are not that many (`require_sentinel`).
@@ -117,9 +117,9 @@ class Vocabulary(abc.ABC):
         return Piece(self.decode([token_id]), "text")
 
     def fingerprint(self) -> str:
-        """Hex; equal for two vocabularies exactly if they give the same ids.
+        """Hex digits; equal for two vocabularies exactly if they give the same ids.
 
-        By default a hash of the class' name and of all fields.
+        By default a hash of the class's name and all fields.
         """
         description = json.dumps(describe(self, "vocabulary"), sort_keys=True)
         return hashlib.sha256(description.encode()).hexdigest()
@@ -137,17 +137,17 @@ class Vocabulary(abc.ABC):
 class SentencePieceVocabulary(Vocabulary):
     """A SentencePiece model (Kudo and Richardson 2018, arXiv:1808.06226) and sentinels.
 
-    Sentinels follow the model's pieces as T5's do, the first one last: with T5's 32,000
-    pieces and 100 sentinels they are 32,099 down to 32,000. A model that has pieces named
-    `<extra_id_0>`, ... keeps these; there such text does become a sentinel.
+    Sentinels follow the model's pieces as in T5, the first one last: with T5's 32,000 pieces
+    and 100 sentinels they are 32,099 down to 32,000. A model with pieces named `<extra_id_0>`,
+    ... keeps these; in that case such text does become a sentinel.
 
     Attributes:
         path: the `.model` file.
         num_sentinels: number of sentinels.
-        pad_to_multiple_of: number to whose next multiple unused ids fill `size` up; T5's
+        pad_to_multiple_of: number to a multiple of which unused ids round `size` up; T5's
             released checkpoints have 32,128 rows, 32,100 rounded up to a multiple of 128.
-        added_tokens: tokens that a converted model has beside its pieces. Sentinels are among
-            them where they are not T5's.
+        added_tokens: tokens that a converted model has besides its pieces, including
+            sentinels if these are not T5's.
         special_ids: ids of padding, end and unknown in the file; here they are 0, 1 and 2
             (special_ids.py).
     """
@@ -165,7 +165,7 @@ class SentencePieceVocabulary(Vocabulary):
 
     @property
     def num_pieces(self) -> int:
-        """Pieces of the model itself."""
+        """Number of pieces of the model itself."""
         return self._processor.get_piece_size()
 
     @property
@@ -192,7 +192,7 @@ class SentencePieceVocabulary(Vocabulary):
     def _encode(self, text: str) -> list[int]:
         if not self._own_sentinels or _SENTINEL not in text:
             return self._processor.encode(text)
-        # Cut there, as T5's tokenizers do: what follows a sentinel is encoded as a text.
+        # Cut at sentinels, as T5's tokenizers do: what follows one is encoded as a text.
         ids, begin = [], 0
         for match in _SENTINEL_TEXT.finditer(text):
             piece = self._processor.piece_to_id(match[0])
@@ -218,14 +218,14 @@ class SentencePieceVocabulary(Vocabulary):
             if is_piece:
                 shown = [i for i in run if i not in (PAD_ID, EOS_ID)]
                 text = self._processor.decode(shown)
-                # SentencePiece drops the spaces that a text begins with, here a part of one.
+                # SentencePiece drops leading spaces of a text, which here is a part of one.
                 texts.append(self._spaces_before(shown) + text.lstrip(" ") if texts else text)
             else:
                 texts += map(self._name, run)
         return "".join(texts)
 
     def _name(self, token_id: int) -> str:
-        """The text of an id that is no piece of the model."""
+        """The text of an id that is not a piece of the model."""
         token = self._added.get(token_id)
         return token.text if token else _sentinel_text(self._sentinels.get(token_id))
 
@@ -250,7 +250,7 @@ class SentencePieceVocabulary(Vocabulary):
     @functools.cached_property
     def _cut(self):
         """The function that cuts a text at added tokens, in the tokenizers library's order:
-        first the unnormalized ones, then, in the rest, those of normalized text."""
+        first the unnormalized tokens, then, in the rest, those of normalized text."""
         cut = cutter([token for token in self.added_tokens if not token.normalized])
         later = [token for token in self.added_tokens if token.normalized]
         if not later:
@@ -295,7 +295,7 @@ class SentencePieceVocabulary(Vocabulary):
 
     @functools.cached_property
     def _own_sentinels(self) -> list[int]:
-        """Ids of the model's own sentinels in order; empty when it has none."""
+        """Ids of the model's own sentinels in order; empty if it has none."""
         ids = {token.text: token.id for token in self.added_tokens}
         texts = map(_sentinel_text, range(self.num_sentinels))
         found = [ids.get(text) or self._processor.piece_to_id(text) for text in texts]
@@ -312,7 +312,7 @@ def read_sentencepiece(path: str) -> sentencepiece.SentencePieceProcessor:
     """A SentencePiece model with the ids of its file.
 
     Raises:
-        ValueError: there is none, or it cannot be read.
+        ValueError: the file does not exist, or cannot be read.
     """
     file = Path(path).expanduser()
     try:
@@ -339,10 +339,10 @@ def read_sentencepiece(path: str) -> sentencepiece.SentencePieceProcessor:
 class ByteVocabulary(Vocabulary):
     """UTF-8 bytes as ByT5 numbers them (Xue et al. 2022, arXiv:2105.13626, section 3.1).
 
-    Byte b is id b + 3. Sentinels reuse the last byte ids, 258 downwards, and the ids 259 to
-    383 are unused, there to make the table a multiple of 128. The first 11 sentinels, bytes
-    0xFF to 0xF5, occur in no UTF-8 text; the further ones are also ordinary bytes and decode
-    as such, which is ByT5's choice.
+    Byte b is id b + 3. Sentinels reuse the last byte ids, from 258 downwards, and the ids 259
+    to 383 are unused and only make the table a multiple of 128. The first 11 sentinels, bytes
+    0xFF to 0xF5, occur in no UTF-8 text; the others are also ordinary bytes and decode as
+    such, which is ByT5's choice.
     """
 
     size = 384
@@ -394,8 +394,8 @@ class OwnIds(Vocabulary):
 
     Attributes:
         named_bos, named_pad: `bos_token_id` and `pad_token_id` of a model's files, which are
-            written back; None where they name none. A start may be named and not used, and
-            padding that is an end is none here. No text has other ids for them.
+            written back; None if they name none. A start may be named and not used, and
+            padding that is also an end does not count here. They change no text's ids.
     """
 
     pad_id: int | None = PAD_ID
@@ -425,7 +425,7 @@ class OwnIds(Vocabulary):
 
     @property
     def special_ids_text(self) -> str:
-        """A part of fingerprints; empty where the ids are T5's."""
+        """A part of fingerprints; empty if the ids are T5's."""
         ids = self.pad_id, self.eos_ids, self.start_id
         return "" if ids == (PAD_ID, (EOS_ID,), PAD_ID) else f" {ids}"
 
@@ -458,7 +458,7 @@ class TokenIdVocabulary(OwnIds):
         """The numbers in a text.
 
         Raises:
-            ValueError: there is anything else, or a number that is no id.
+            ValueError: the text has anything else, or a number that is not an id.
         """
         words = text.split()
         for word in words:

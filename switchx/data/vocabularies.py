@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vocabularies that come from a corpus, and that a run folder holds.
+"""Vocabularies that come from a corpus, and those that a run folder holds.
 
-A run folder: `vocabulary.json`, and `vocabulary.model` for SentencePiece, or `tokenizer.json`
-and the files beside it, byte for byte. The folder alone says what its token ids mean; nothing
-in it names a path.
+A run folder has `vocabulary.json`, and `vocabulary.model` for SentencePiece, or a
+`tokenizer.json` and the files beside it, byte for byte. The folder by itself defines what its
+token ids mean; nothing in it names a path.
 """
 
 import abc
@@ -45,8 +45,8 @@ from switchx.object_store import read_json_object, small_files, way_out
 
 DESCRIPTION_FILE = "vocabulary.json"
 
-# Kind in a description -> its class, and the numbers that describe it. A user's own class is
-# of the kind of its dotted name, and is described by its `fields`.
+# Kind in a description -> its class, and the numbers that describe it. A user's own class has
+# its dotted name as its kind, and is described by its `fields`.
 _KINDS = {
     "sentencepiece": (SentencePieceVocabulary, ("num_sentinels", "pad_to_multiple_of")),
     "bytes": (ByteVocabulary, ("num_sentinels",)),
@@ -54,25 +54,25 @@ _KINDS = {
     "bpe": (BpeVocabulary, ()),
 }
 
-# Where there are some, and where they are not ours.
+# Written if there are added tokens, and if the special ids are not ours.
 _ADDED, _SPECIAL = "added_tokens", "special_ids"
 _OWN, _NAMED = ("pad_id", "eos_ids", "start_id"), ("named_bos", "named_pad")
-# More than any description of a vocabulary needs, and than any vocabulary has ids.
+# More bytes than any description of a vocabulary needs, more ids than any vocabulary has.
 _MOST_BYTES, _MOST_IDS = 1 << 20, 1 << 31
 _EXPECTED = (
     "name a run folder, one that `switchx vocab` made, or a file: a SentencePiece model or a "
     "tokenizer.json"
 )
 
-# Examples of a corpus that are looked at, of one that has more.
+# Number of examples read from a corpus that has more.
 _MAX_EXAMPLES = 100_000
-_FACTS = "facts"  # of a downstream example, JSON: no text of it
+_FACTS = "facts"  # key of a downstream example's JSON facts, which are no text of it
 
 _log = logging.getLogger(__name__)
 
 
 class LateVocabulary(Vocabulary):
-    """A vocabulary that is trained or read when it is first needed, and not before."""
+    """A vocabulary that is trained or read only when it is first needed."""
 
     @property
     @abc.abstractmethod
@@ -115,18 +115,18 @@ class LateVocabulary(Vocabulary):
 class CorpusVocabulary(LateVocabulary):
     """A SentencePieceVocabulary of training splits; the same wherever it is trained.
 
-    It is stored in `vocabularies` below the data folder, under a name that changes with
+    It is stored in `vocabularies` in the data folder, under a name that changes with
     everything that determines it.
 
     Attributes:
         corpus: corpus to train on, or several, such as one for each pair of languages.
-        size: rows of the embedding, sentinels included; a multiple of 128 suits accelerators.
+        size: number of embedding rows, with sentinels; a multiple of 128 suits accelerators.
         num_sentinels: number of sentinels among these rows.
-        sample_characters: characters to train on: this number up to twice as many, drawn evenly
-            from the split.
+        sample_characters: number of characters to train on, or up to twice as many, drawn
+            evenly from the split.
         data_dir: folder of the corpora and of the vocabulary, as `Corpus.open` takes it.
         rates: rates of several corpora, such as one for each language, in their order, or
-            proportional to their numbers of examples; None draws from all as if they were one.
+            proportional to their numbers of examples; None draws from all as if from one.
     """
 
     corpus: Corpus | tuple[Corpus, ...]
@@ -182,7 +182,7 @@ class CorpusVocabulary(LateVocabulary):
 
 
 def _texts(source: CorpusSource) -> Iterator[str]:
-    """All texts of examples that are spread evenly over a split."""
+    """All texts of examples spread evenly over a split."""
     examples = map(source.__getitem__, range(0, len(source), -(-len(source) // _MAX_EXAMPLES)))
     return (text for each in examples for name, text in each.items() if name != _FACTS)
 
@@ -212,14 +212,14 @@ class SavedVocabulary(LateVocabulary):
 
 
 def read_or_trained(file: str | None, trained: Vocabulary | None = None) -> Vocabulary:
-    """The vocabulary of VOCABULARY_FILE, or where that is None the one that a task trains.
+    """The vocabulary of VOCABULARY_FILE, or if that is None the one that a task trains.
 
     Args:
         file: a SentencePiece model, the folder that `switchx vocab` wrote, a run folder, or a
             `tokenizer.json` or its folder (`bpe.read_bpe`); it is read when it is first needed.
 
     Raises:
-        ValueError: there is neither.
+        ValueError: both are None.
     """
     if file is None:
         require(
@@ -245,10 +245,10 @@ def read_or_trained(file: str | None, trained: Vocabulary | None = None) -> Voca
 
 
 def save_vocabulary(vocabulary: Vocabulary, directory: str | Path) -> None:
-    """Writes what `load_vocabulary` needs, the description last, each file whole or not.
+    """Writes what `load_vocabulary` needs, the description last, each file atomically.
 
     Raises:
-        ValueError: a user's own class that cannot be read again from its name and fields.
+        ValueError: a user's own class cannot be read again from its name and fields.
     """
     directory = Path(directory)
     if isinstance(vocabulary, LateVocabulary):
@@ -266,14 +266,14 @@ def save_vocabulary(vocabulary: Vocabulary, directory: str | Path) -> None:
 
 
 def load_vocabulary(directory: str | Path) -> Vocabulary:
-    """Reads what `save_vocabulary` wrote, of a folder or an address in a store.
+    """Reads what `save_vocabulary` wrote, from a folder or an address in a store.
 
-    A folder of transformers without a description has its `tokenizer.json` read.
+    For a transformers folder without a description, reads its `tokenizer.json`.
 
     Raises:
-        ValueError: there is none, it is not of the form that is written (a path in it, say),
+        ValueError: there is none, it does not have the written form (it has a path, say),
             the model lies outside the folder, a user's class cannot be imported, or the
-            fingerprint is another one.
+            fingerprint differs.
     """
     file = small_files(directory) / DESCRIPTION_FILE
     if not file.exists() and file.with_name(TOKENIZER_FILE).exists():
@@ -297,7 +297,7 @@ def load_vocabulary(directory: str | Path) -> Vocabulary:
 
 
 def _files_of(cls: type[Vocabulary]) -> tuple[str, ...]:
-    """Files that a vocabulary has beside its description, that of its pieces first."""
+    """Files that a vocabulary has besides its description, that of its pieces first."""
     return (TOKENIZER_FILE, *CARRIED) if cls is BpeVocabulary else (MODEL_FILE,)
 
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SentencePiece vocabularies, trained on text: of one kind, or of several at given rates.
+"""SentencePiece vocabularies, trained on text of one kind, or of several at given rates.
 
-The unigram model (Kudo 2018, arXiv:1804.10959) with bytes for what has no piece. Spaces are
-kept as they are, runs of them may be pieces (source code is full of these), and a line break is
-a piece. The one thing lost: U+2581, SentencePiece's own sign for a space, comes back as a
+They use the unigram model (Kudo 2018, arXiv:1804.10959) with byte fallback. Spaces are kept as
+they are, runs of them may be pieces (source code is full of these), and a line break is a
+piece. Only one thing is lost: U+2581, SentencePiece's own sign for a space, comes back as a
 space.
 
-For several languages, text is sampled by the rates that training draws them at, with a
+For several languages, text is sampled at the rates at which training draws them, with a
 temperature (mT5, Xue et al. 2021, arXiv:2010.11934, section 3.1).
 """
 
@@ -32,7 +32,7 @@ SAMPLE_CHARACTERS = 1_500_000
 MODEL_FILE = "vocabulary.model"
 VOCAB_FILE = "vocabulary.vocab"
 
-# SentencePiece's model depends on the number of threads that it sums in.
+# SentencePiece's model depends on the number of threads that compute its sums.
 _NUM_THREADS = 4
 _DOCUMENT_CHARACTERS = 8000
 _LONGEST_LINE = 1 << 20  # bytes
@@ -46,8 +46,8 @@ Rates = tuple[float, ...] | ProportionalRates
 
 
 class VocabularySummary(NamedTuple):
-    """The `.model` file that training wrote, its pieces (sentinels come on top), how many
-    characters it was trained on, and how many of these a token stands for."""
+    """The `.model` file that training wrote, its number of pieces (sentinels not included),
+    the number of characters it was trained on, and how many of these a token stands for."""
 
     path: Path
     num_pieces: int
@@ -63,23 +63,23 @@ def train_sentencepiece(
     rates: Rates | None = None,
     columns: Sequence[str] | None = None,
 ) -> VocabularySummary:
-    """Trains on text files and writes `vocabulary.model` and `vocabulary.vocab`, a piece and
-    its log probability a line.
+    """Trains on text files and writes `vocabulary.model` and `vocabulary.vocab`, with a piece
+    and its log probability per line.
 
     Args:
         inputs: files and folders as the corpus TextFiles takes them; with `rates` one item,
             or list of items, for each language.
         size: number of the model's pieces, such as T5's 32,000.
         output_dir: folder for the files, created if it does not exist.
-        sample_characters: most characters to train on, line breaks included, of documents drawn
-            evenly from all inputs. No document is cut: one, of each language, is read whole.
+        sample_characters: most characters to train on, with line breaks, in documents drawn
+            evenly from all inputs. No document is cut: one per language is read whole.
         rates: rates of the languages, in their order, or proportional to their sizes in
             characters. None draws from all as if they were one.
         columns: columns, as in `TextFiles.columns`.
 
     Raises:
-        ValueError: inputs that are missing, unreadable or empty, a size that does not fit
-            the text, other numbers of rates than of inputs, a folder that cannot be written.
+        ValueError: inputs are missing, unreadable or empty, the size does not fit the text,
+            numbers of rates and of inputs differ, or the folder cannot be written.
     """
     require(
         sample_characters >= 1,
@@ -125,10 +125,10 @@ def train_model(texts: Iterable[str], size: int, num_sentinels: int = 0) -> byte
     """Content of the `.model` file of `size` pieces; the same for the same texts.
 
     Args:
-        num_sentinels: number of sentinels that come on top, for errors in the user's numbers.
+        num_sentinels: number of sentinels to be added, for errors in the user's numbers.
 
     Raises:
-        ValueError: no text, or a size that does not fit it.
+        ValueError: there is no text, or the size does not fit it.
     """
     texts = list(texts)
     lines = [
@@ -168,7 +168,7 @@ def train_model(texts: Iterable[str], size: int, num_sentinels: int = 0) -> byte
 
 
 def _short_enough(line: str) -> Iterator[str]:
-    """A line in parts that SentencePiece reads: it leaves out a longer one, in silence."""
+    """A line in parts that SentencePiece reads: it silently skips longer lines."""
     if len(line.encode()) <= _LONGEST_LINE:
         parts = [line]
     else:
@@ -180,7 +180,7 @@ def _short_enough(line: str) -> Iterator[str]:
 def sample_evenly(texts: Iterable[str], num_characters: int) -> list[str]:
     """Every n-th text, n the power of two for which 1 to 2 times `num_characters` remain.
 
-    All texts where they are fewer. Reads the texts once and keeps no more in memory.
+    All texts if they have fewer. Reads the texts once and keeps no more in memory.
     """
     kept, size, step = [], 0, 1
     for index, text in enumerate(texts):
@@ -204,16 +204,16 @@ def sample_at_rates(
 ) -> list[str]:
     """Texts of several languages, with each language's share of the characters.
 
-    A language that has less than its share gives all that it has, once.
+    A language that has less text than its share gives all of it, once.
 
     Args:
-        readers: functions that return the texts of each language, whenever they are called.
+        readers: functions that return the texts of each language, each time they are called.
         sizes: sizes of the languages, for proportional rates; None counts characters.
-        is_strict: no language exceeds its share by more than its first text; otherwise it may
-            where texts are of unlike lengths.
+        is_strict: whether no language may exceed its share by more than its first text;
+            otherwise it may, if texts differ in length.
 
     Raises:
-        ValueError: other numbers of rates than of languages, or a language without text.
+        ValueError: numbers of rates and of languages differ, or a language has no text.
     """
     if isinstance(rates, ProportionalRates):
         sizes = sizes or [sum(map(len, read())) for read in readers]
@@ -233,8 +233,8 @@ def sample_at_rates(
 
 
 def _thinned(texts: list[str], num_characters: int, *, is_strict: bool) -> list[str]:
-    """Texts spread evenly over these, of about so many characters; if `is_strict` of no more,
-    but for one text."""
+    """Evenly spaced texts with about so many characters in all; if `is_strict`, no more,
+    except for one text."""
     size = sum(map(len, texts))
     number = max(len(texts) * num_characters // max(size, num_characters), 1)
     while True:
@@ -251,7 +251,7 @@ def _texts_of(inputs: str | Sequence[str], columns: Sequence[str] | None) -> Ite
         _log.info("%s", Account.of("text", found.files, found.left_out))
     for file in found.files:
         if not has_records(file):
-            continue  # as training, which looks past empty shards
+            continue  # as in training, which skips empty shards
         for example in Texts.of([file], columns).examples(_DOCUMENT_CHARACTERS, Counter()):
             yield from example.values()
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is to be made of a run, checked against its model and the devices beforehand.
+"""What to make of a run, checked against its model and the devices beforehand.
 
-Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 3.1: the resources decide how the model is
-split over devices.
+Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 3.1: the resources determine how the model
+is split over devices.
 """
 
 import contextlib
@@ -49,8 +49,8 @@ class DeploySettings:
     """Settings of a deployment.
 
     Attributes:
-        platform: one of `DEVICE_KINDS`; programs for this machine are made besides.
-        experts: number of experts that are kept in each Switch layer; None keeps all.
+        platform: one of `DEVICE_KINDS`; programs for this machine are also made.
+        experts: number of experts to keep in each Switch layer; None keeps all.
         reduce: `merge` merges similar experts, `drop` drops those of the lowest REAP score.
         teacher: run folder of the model that teaches the one with fewer experts; None trains
             nothing.
@@ -59,9 +59,9 @@ class DeploySettings:
         devices, memory_gib: number of devices, and memory of each for the model in GiB; None is
             no limit.
         mesh: sizes of the mesh's axes, instead of the planner's; their product is `devices`.
-        bits: bits of a weight of an expert, 4 or 8; None does not quantize.
-        device_kind: the device's kind, as JAX names it; None is the kind in `DEVICE_KINDS`.
-        batch_size, input_length: sizes that the programs are compiled for.
+        bits: bits of each expert weight, 4 or 8; None does not quantize.
+        device_kind: kind of the device, as JAX names it; None is the kind in `DEVICE_KINDS`.
+        batch_size, input_length: sizes for which the programs are compiled.
     """
 
     platform: str
@@ -106,11 +106,11 @@ class DeployPlan:
     """A checked plan of a deployment.
 
     Attributes:
-        run_folder, step: the run and its checkpoint.
-        source: the model, for the deployment's log.
-        reduced: the model as it is deployed, before its experts are quantized.
-        teacher: the settings' teacher, checked; None where there is none.
-        split: the planner's split of the model over the devices.
+        run_folder, step: folder of the run, and step of its checkpoint.
+        source: description of the model, for the deployment's log.
+        reduced: configuration of the deployed model, before its experts are quantized.
+        teacher: teacher of the settings, checked; None if there is none.
+        split: split of the model over the devices, by the planner.
         ring: ring of the deployed programs; None keeps all experts on the device.
         because: reason for where the experts are placed.
         decoding: decoding settings, with the form that prompts had in training.
@@ -125,9 +125,9 @@ class DeployPlan:
             step: step of the checkpoint; None is the newest complete one.
 
         Raises:
-            ValueError: no run or no complete checkpoint, a model that cannot be decoded,
-                settings that do not suit it, memory that is too small, or other devices than
-                there are.
+            ValueError: there is no run or no complete checkpoint, the model cannot decode,
+                settings do not suit it, memory is too small, or the devices differ from those
+                of this machine.
         """
         require(
             not is_artifact(model_dir),
@@ -207,7 +207,7 @@ class DeployPlan:
         )
 
     def _placed(self) -> tuple[Split, Ring | None, str]:
-        """The split; where one device has no room for all experts the ring; and the reason."""
+        """The split; the ring, if one device has no room for all experts; and the reason."""
         settings = self.settings
         served = ServedModel(
             self.reduced,
@@ -231,13 +231,13 @@ class DeployPlan:
         return split, None, f"all fit: {needed}"
 
     def _hardware(self) -> Hardware | None:
-        with contextlib.suppress(ValueError):  # of which there is no spec, as of CPUs
+        with contextlib.suppress(ValueError):  # there may be no spec, as for CPUs
             target = Target(self.settings.platform, self.settings.device_kind)
             return hardware_of(target.kind)
         return None
 
     def _require_devices(self) -> None:
-        """The programs are run here once, on as many devices as they are for."""
+        """Requires the devices for which programs are made: they are run here once."""
         wanted, here = self.settings.devices, jax.devices()
         require(
             wanted in (1, len(here)),
@@ -250,7 +250,7 @@ class DeployPlan:
 def _why_ring(
     served: ServedModel, whole: Split, ring: Ring, memory: float, hardware: Hardware | None
 ) -> str:
-    """The reason for a ring of so many slots, and whether its copies are hidden."""
+    """The reason for a ring of this number of slots, and whether its copies are hidden."""
     why = (
         f"resident, {whole.total / GIB:,.3g} of {memory / GIB:,.3g} GiB are needed, with "
         f"{ring.slots} slots {ring.total / GIB:,.3g}"

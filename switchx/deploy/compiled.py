@@ -3,8 +3,8 @@
 
     SWITCHX_AOT_TPU=.venv/aot_tpu switchx deploy --platform=tpu ...
 
-compiles where the compiler is installed (docs/compiled.md says how), in a process of its own:
-a JAX that sees the compiler takes the machine for one with accelerators. Nothing is run.
+compiles where the compiler is installed (docs/compiled.md says how), in a separate process:
+if JAX sees the compiler, it assumes that the machine has accelerators. Nothing is run.
 """
 
 import importlib
@@ -32,9 +32,9 @@ PROGRAMS = ("prefill", "step")
 
 
 def slice_for(device_kind: str, devices: int) -> Topology | None:
-    """A slice of so many devices of a kind, of one device the smallest there is.
+    """A slice of this number of devices of a kind, or for one device the smallest slice.
 
-    None where there is none, or the kind is not known.
+    None if there is none, or the kind is not known.
     """
     try:
         name = hardware_of(device_kind).name
@@ -55,10 +55,10 @@ def compile_programs(
 
     Returns:
         `needed_bytes` on the device, `host_bytes` in its host's memory and `collectives` (how
-        often each kind is executed) of prefill and step; None where no compiler is installed.
+        often each kind is executed) of prefill and step; None if no compiler is installed.
 
     Raises:
-        RuntimeError: the compiler refuses a program, with its error.
+        RuntimeError: the compiler refuses a program; the message has its error.
     """
     words = [str(folder), platform, str(topology)]
     try:
@@ -80,7 +80,7 @@ def main(argv: list[str]) -> int:
     """Compiles in this process: FOLDER PLATFORM TOPOLOGY; prints a JSON object."""
     folder, platform, name = argv
     if platform == "cuda":
-        # Its import tells XLA where the runtime of Hopper's kernels is.
+        # Importing it tells XLA where the runtime of Hopper's kernels is.
         importlib.import_module("jax.experimental.mosaic.gpu")
     root = pathlib.Path(folder)
     manifest = json.loads((root / MANIFEST).read_bytes())
@@ -100,7 +100,7 @@ def _compiled(
 ) -> dict[str, Any]:
     devices, options = list(mesh.devices.flat), programs.get("compiler_options")
     is_described = platform == "cuda" and len(devices) == 1
-    if is_described:  # they have no memories to place a ring's experts in
+    if is_described:  # described devices have no memories to place a ring's experts in
         mesh = described(mesh)
 
     def structs(described: dict[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:

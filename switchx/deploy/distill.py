@@ -2,8 +2,8 @@
 """Distillation as a part of a deployment: the reduced model learns from a teacher.
 
 Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 3.1: the compression of the second step, a
-student of fewer experts. It is trained as any run is (`training/loop.py`), on the run's own
-task with its own optimizer, schedule and batches, from step 0; on one device.
+student with fewer experts. It is trained like any run (`training/loop.py`), on the run's own
+task with its own optimizer, schedule and batches, from step 0, on one device.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class CheckedTeacher:
     """A teacher that can teach the deployed model.
 
     Attributes:
-        folder, step: the teacher's run folder, and the step of its checkpoint.
+        folder, step: run folder of the teacher, and step of its checkpoint.
         fingerprint: fingerprint of the teacher's model; after a change the reduced model is
             made again.
     """
@@ -47,7 +47,7 @@ class CheckedTeacher:
         """Reads its configuration, its vocabulary and its checkpoint's bytes.
 
         Raises:
-            ValueError: there is none, or it cannot teach this student.
+            ValueError: there is no such teacher, or it cannot teach this student.
         """
         run = RunFolder(model_dir)
         check_teacher(student, read_model_config(run), str(run.root))
@@ -69,14 +69,14 @@ def distilled(
     num_steps: int,
     note: Callable[[str], None],
 ) -> dict:
-    """Trains a student for some steps and returns its parameters.
+    """Trains a student for `num_steps` steps and returns its parameters.
 
     Args:
         job: the run's job; its mesh, stages, length buckets, storage and generated texts are
             not used.
         config: the student's configuration.
-        start: run folder with the parameters that the student begins with.
-        scratch: folder that the training writes into.
+        start: run folder with the parameters from which the student starts.
+        scratch: folder into which training writes.
     """
     switch = config.switch
     if switch is not None:  # on one device nothing is sent
@@ -86,7 +86,7 @@ def distilled(
         model=dataclasses.replace(config, switch=switch),
         distillation=Distillation(teacher.folder, teacher.step, starts_from_teacher=False),
         init_from=str(start),
-        init=InitConfig(),  # those of the run were for where it began
+        init=InitConfig(),  # the run's own was for its start
         lora=None,  # merged
         train_steps=num_steps,
         log_every=min(job.log_every, num_steps),
@@ -104,7 +104,7 @@ def distilled(
 
 
 class _Notes:
-    """A reporter of training that says its lines to `note` (`training.loop.Reporter`)."""
+    """A training reporter that passes its lines to `note` (`training.loop.Reporter`)."""
 
     def __init__(self, note: Callable[[str], None]):
         self.note = note

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of a deployment: a folder a step, each whole or not there, none made twice.
+"""The folder of a deployment: one folder per step, each complete or absent, none made twice.
 
     1_fuse/ 2_reduce/ ...   what each step made; `step.json` is its manifest
-    deploy.jsonl            what was made of which model, a line when it is there
+    deploy.jsonl            what was made from which model, one line per finished step
 
-A step's manifest says what it was made of (the checksum of the manifest before it; of the
+A step's manifest says what it was made from (the checksum of the manifest before it; for the
 first, the model's fingerprint), its settings, what was measured, and a SHA-256 of every file.
 The folder gets its name when all of it is written, so a process may be killed anywhere: the
-next one begins with the first step that is not whole, or was made of something else or with
+next one begins with the first step that is incomplete, or was made from something else or with
 other settings.
 """
 
@@ -33,11 +33,11 @@ HEADER = {"format": "switchx deployment step", "format_version": 1}
 
 @dataclasses.dataclass(frozen=True)
 class FinishedStep:
-    """A step's folder, whole.
+    """A step's folder, complete.
 
     Attributes:
-        manifest: see the file; with `measured`, JSON that the step returned.
-        is_new: this process made it.
+        manifest: content of `step.json`; with `measured`, JSON that the step returned.
+        is_new: whether this process made it.
     """
 
     path: pathlib.Path
@@ -54,8 +54,8 @@ class Step:
     """One step of a deployment.
 
     Attributes:
-        settings: JSON: all that decides what it makes, its input apart.
-        make: (steps before it by name, folder to write into) -> what was measured, JSON.
+        settings: JSON of everything that determines what it makes, except its input.
+        make: function (steps before it by name, folder to write into) -> measurements, JSON.
     """
 
     name: str
@@ -69,18 +69,18 @@ def run_steps(
     steps: list[Step],
     note: Callable[[str], None] = lambda text: None,
 ) -> list[FinishedStep]:
-    """Makes what is missing of a deployment, in order.
+    """Makes the missing steps of a deployment, in order.
 
     Args:
-        source: `model_dir` and `fingerprint` of the model, and what else is to be known.
-        note: told what is kept and what is made.
+        source: `model_dir` and `fingerprint` of the model, and further facts about it.
+        note: function that is told what is kept and what is made.
 
     Returns:
         All steps' folders.
 
     Raises:
-        ValueError: the folder is of another model, is none of a deployment, cannot be
-            written, or another process is at it.
+        ValueError: the folder is of another model, is not that of a deployment, cannot be
+            written, or another process is working on it.
     """
     root = require_deployment(folder)
     try:
@@ -92,7 +92,7 @@ def run_steps(
         ) from error
     with _locked(root):
         _require_same_model(root, source)
-        for partial in root.glob(".*.partial"):  # of a process that was killed
+        for partial in root.glob(".*.partial"):  # left by a killed process
             shutil.rmtree(partial)
         made: dict[str, FinishedStep] = {}
         made_of = source["fingerprint"]
@@ -111,9 +111,9 @@ def run_steps(
 
 
 def steps_done_twice(folder: str | os.PathLike) -> int:
-    """Steps that were made again while they were whole, of the same and with the same settings.
+    """Number of complete steps that were made again, from the same and with the same settings.
 
-    Steps that were removed in between, since a setting or a byte before them had changed, do
+    Steps that were removed in between, because a setting or a byte before them had changed, do
     not count.
     """
     twice, made = 0, {}
@@ -128,7 +128,7 @@ def steps_done_twice(folder: str | os.PathLike) -> int:
 
 
 def require_deployment(folder: str | os.PathLike) -> pathlib.Path:
-    """Where a deployment is to be: nothing, an empty folder, or what one began.
+    """The path for a deployment, where nothing, an empty folder or a deployment may be.
 
     Raises:
         ValueError: something else is there.
@@ -145,7 +145,7 @@ def require_deployment(folder: str | os.PathLike) -> pathlib.Path:
 
 @contextlib.contextmanager
 def _locked(root: pathlib.Path) -> Iterator[None]:
-    """Holds the deployment; the system frees it when the process ends."""
+    """Locks the deployment; the system frees the lock when the process ends."""
     with (root / LOG).open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -172,7 +172,7 @@ def _require_same_model(root: pathlib.Path, source: dict[str, Any]) -> None:
 
 
 def _whole(path: pathlib.Path, made_of: str, step: Step) -> dict[str, Any] | None:
-    """The manifest of a step's folder, or None where the step is to be made."""
+    """The manifest of a step's folder, or None if the step has to be made."""
     try:
         manifest = read_manifest(path, MANIFEST, CHECKSUM)
     except (ValueError, OSError):
@@ -184,7 +184,7 @@ def _whole(path: pathlib.Path, made_of: str, step: Step) -> dict[str, Any] | Non
 
 
 def _remove_from(root: pathlib.Path, first: int, steps: list[Step]) -> None:
-    """Removes a step's folder and all that was made of it, the last first."""
+    """Removes a step's folder and all folders made from it, the last first."""
     for number, step in reversed(list(enumerate(steps, 1))):
         path = root / f"{number}_{step.name}"
         if number >= first and path.exists():
@@ -213,7 +213,7 @@ def _make(
 
 
 def _append(root: pathlib.Path, entry: dict[str, Any]) -> None:
-    """A line on the disk; one that a killed process left half-written is ended first."""
+    """Appends a line on disk; one that a killed process left half-written is ended first."""
     with (root / LOG).open("ab+") as file:
         if file.tell():
             file.seek(-1, os.SEEK_END)
@@ -225,7 +225,7 @@ def _append(root: pathlib.Path, entry: dict[str, Any]) -> None:
 
 
 def _entries(path: pathlib.Path) -> Iterator[dict[str, Any]]:
-    """The lines of a log that are whole."""
+    """The complete lines of a log."""
     if not path.is_file():
         return
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():

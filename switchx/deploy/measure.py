@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured after a step of a deployment: loss, tokens, tokens a second; and a sample.
+"""What is measured after each deployment step: loss, tokens, tokens per second; and a sample.
 
-All of it on validation text of the run's own task: the loss of the weights on one device, no
-token dropped, as they are deployed; the tokens that the model writes to the first inputs,
-greedily or by beams.
+All of it uses validation text of the run's own task: the loss of the weights on one device,
+with no token dropped, as they are deployed; the tokens that the model writes for the first
+inputs, greedily or by beam search.
 Dims: E experts, R rows, D model
 """
 
@@ -34,7 +34,7 @@ from switchx.models.reshape import LayerSample, gates_of_rows
 from switchx.training.evaluate import eval_step, evaluate
 from switchx.training.job import TrainingJob
 
-# Inputs of a Switch layer that experts are compared on.
+# Number of inputs of a Switch layer on which experts are compared.
 SAMPLE_ROWS = 256
 TIMED_RUNS = 3
 Tokens = list[list[int]]
@@ -46,7 +46,7 @@ class ValidationText:
 
     Attributes:
         batches: batches of all tasks, as for evaluation in training.
-        prompts: token ids of inputs that a model answers.
+        prompts: token ids of the inputs that a model answers.
     """
 
     batches: tuple[Batch, ...]
@@ -93,7 +93,7 @@ class Written:
 
 
 def validation_loss(model: Model, text: ValidationText) -> float:
-    """Nats a target token, the mean over all batches; no token is dropped."""
+    """Nats per target token, as the mean over all batches; no token is dropped."""
     step = functools.partial(_eval_step, without_capacity(model.config))
     return evaluate(step, model.params, text.batches)["cross_entropy"]
 
@@ -114,7 +114,7 @@ def written_by(model: Model, text: ValidationText, decoding: DecodingConfig) -> 
 
 
 def written_by_export(model: ExportedModel, text: ValidationText) -> Written:
-    """The answers that exported programs write, on the devices that they are for."""
+    """The answers that exported programs write, on the devices for which they were made."""
 
     def write() -> list[tuple[list[int], bool]]:
         best = [best for best, *_ in model.generate(text.prompts)]
@@ -124,7 +124,7 @@ def written_by_export(model: ExportedModel, text: ValidationText) -> Written:
 
 
 def tokens_differing(found: Tokens, expected: Tokens) -> int:
-    """Places at which outputs differ, those that one of the two lacks among them."""
+    """Number of places at which outputs differ, including those that one of them lacks."""
     pairs = itertools.zip_longest(found, expected, fillvalue=())
     return sum(
         one != other
@@ -157,7 +157,7 @@ def sample_layers(model: Model, text: ValidationText) -> list[LayerSample]:
 def with_harm(
     model: Model, text: ValidationText, samples: Sequence[LayerSample]
 ) -> list[LayerSample]:
-    """The samples with the rise of the validation loss where each expert alone is removed."""
+    """The samples with the rise of the validation loss when each expert alone is removed."""
     config = model.config
     experts = itertools.product(config.sparse_layer_names, range(config.switch.num_experts))
     loss, *without = (validation_loss(each, text) for each in without_each(model, experts))
@@ -169,7 +169,7 @@ def with_harm(
 
 
 class _Listener(ChosenExperts):
-    """All experts of a model, and what they are given."""
+    """All experts of a model, and the inputs that they are given."""
 
     def __init__(self, config: ModelConfig, params: dict, slots: int):
         super().__init__(config, params, slots)
@@ -195,7 +195,7 @@ class _Listener(ChosenExperts):
         used_RD, out_RD = (
             np.asarray(rows, np.float32)[: count_E.sum()] for rows in (x_RD, y_RD)
         )
-        # Every batch gives as many rows; the rows of a batch are sorted by expert.
+        # Every batch gives equally many rows; the rows of a batch are sorted by expert.
         self.rows_N[layer].append(_spread(used_RD, SAMPLE_ROWS))
         expert_R = np.repeat(np.arange(len(count_E)), count_E)
         norm_R = np.linalg.norm(out_RD, axis=1)
@@ -213,14 +213,14 @@ def _logits(config: ModelConfig, params, batch):
 
 
 def _spread(x_RD: np.ndarray, rows: int) -> np.ndarray:
-    """Takes `rows` rows at even distances; all where there are no more."""
+    """Takes `rows` evenly spaced rows; all if there are no more."""
     if len(x_RD) <= rows:
         return x_RD
     return x_RD[np.linspace(0, len(x_RD) - 1, rows).astype(int)]
 
 
 def _timed(write: Callable[[], Sequence[tuple[list[int], bool]]]) -> Written:
-    """The outputs, and the median speed of some runs after the first, which compiles."""
+    """The outputs, and the median speed of several runs after the first, which compiles."""
     outputs, seconds = write(), []
     for _ in range(TIMED_RUNS):
         started = time.perf_counter()

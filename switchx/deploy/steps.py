@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The six steps from a run to a folder that is served, each on the folder of the one before.
+"""The six steps from a run to a folder to be served, each from the folder of the one before.
 
 Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 3.1, Figure 3:
 
-    1_fuse      graph fusion: one unsharded model out of a run's checkpoint, no optimizer
+    1_fuse      graph fusion: one unsharded model from a run's checkpoint, no optimizer
     2_reduce    compression: fewer experts, dropped or merged, and their routers; taught by a
-                teacher, where there is one
+                teacher, if there is one
     3_convert   graph conversion: layers unrolled, the dtype of inference, an artifact
     4_segment   graph segmentation: programs split over devices, with their collectives
     5_optimize  optimization: quantized experts, programs with the kernels of the platform
     6_deploy    deployment: the folder that `run.py` and `switchx serve` read
 
-The first two are run folders of one checkpoint, so a reduced model can be trained on. From the
-third on tokens are compared with those of the same weights in this process, on one device.
+The first two are run folders of one checkpoint, so a reduced model can be trained further. From
+the third on, tokens are compared with those of the same weights in this process, on one device.
 """
 
 import dataclasses
@@ -79,8 +79,8 @@ class Deployment:
         """Prepares the steps; makes nothing yet.
 
         Args:
-            text: reads the validation text; called once, when a step needs it.
-            described: origin of that text, JSON; after a change all steps run again.
+            text: function that reads the validation text; called once, when a step needs it.
+            described: origin of that text, JSON; if it changes, all steps run again.
             rebuild: the command, for the deployed model's messages.
             job: the job that trained the run; a teacher needs it.
 
@@ -102,14 +102,14 @@ class Deployment:
     def run(
         self, output: str | os.PathLike, note: Callable[[str], None] = lambda text: None
     ) -> list[FinishedStep]:
-        """Makes what is missing of the folder; see `folders.run_steps`."""
+        """Makes what is missing in the folder; see `folders.run_steps`."""
         self._note = note
         return run_steps(output, self.plan.source, self._steps(), note)
 
     def _steps(self) -> list[Step]:
         settings, plan = self.plan.settings, self.plan
         mesh = plan.split.sizes if settings.devices > 1 else {}
-        # As it is read again, where tuples are lists.
+        # As it will be read back, with lists for tuples.
         decoding = json.loads(json.dumps(dataclasses.asdict(plan.decoding)))
         shapes = {"batch_size": settings.batch_size, "input_length": settings.input_length}
         how = None if settings.experts is None else settings.reduce
@@ -169,7 +169,7 @@ class Deployment:
         return self._measured(folder, api.load(folder)) | taught
 
     def _distilled(self, folder: pathlib.Path, model: Model, config, params):
-        """Trained in a folder that goes with the end of it, or with the step's."""
+        """Trains in a folder that is removed at the end, or with the step's folder."""
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             start = pathlib.Path(scratch, "start")
             start.mkdir()
@@ -250,7 +250,7 @@ class Deployment:
         measured["validation_loss"] = validation_loss(served, self._text())
         return measured
 
-    # What they write and measure.
+    # What the steps write and measure.
 
     def _write_run(self, folder: pathlib.Path, model: Model, config, params) -> None:
         vocabulary = model.vocabulary or TokenIdVocabulary(config.vocab_size)
@@ -290,8 +290,8 @@ class Deployment:
         )
 
     def _compiled(self, folder: pathlib.Path, target: Target) -> dict[str, Any] | None:
-        """The programs' memory on the platform, where its compiler is installed; None
-        elsewhere.
+        """The programs' memory on the platform, if its compiler is installed; None
+        otherwise.
 
         Programs for this machine were compiled to be run.
         """
@@ -320,7 +320,7 @@ class Deployment:
         return self._compared(folder, model.config, written, expected) | measured
 
     def _measured_export(self, folder: pathlib.Path, expected) -> dict[str, Any]:
-        """Measures exported programs, on the devices that they are for."""
+        """Measures exported programs, on the devices for which they were made."""
         written = written_by_export(ExportedModel(folder), self._text())
         size = (folder / "weights.safetensors").stat().st_size
         measured = {"bytes_of_weights": size, "mesh": self.plan.split.name}
@@ -339,7 +339,7 @@ class Deployment:
 
 
 def _converted(config: ModelConfig, params: dict, dtype: str | None):
-    """Layers unrolled; all but routers in the dtype."""
+    """The model with layers unrolled, and everything except routers in the dtype."""
     config, params = unrolled(config, params)
     if dtype is None:
         return config, params
@@ -353,7 +353,7 @@ def _converted(config: ModelConfig, params: dict, dtype: str | None):
 
 
 def _link(source: pathlib.Path, target: pathlib.Path) -> None:
-    """Links a file to another name, or copies it where the file system has no links."""
+    """Links a file to another name, or copies it if the file system has no links."""
     try:
         os.link(source, target)
     except OSError:

@@ -37,7 +37,7 @@ from switchx.gin_config.writing import without_scopes
 from switchx.training.job import TrainingJob
 
 _NAME = re.compile(r"(?:\w+/)*[A-Za-z_]\w*(?:\.\w+)*")
-# A macro that nothing reads is taken for a misspelt one above this likeness: TRAIN_STEP.
+# A macro that nothing reads counts as misspelt above this similarity: TRAIN_STEP.
 _MISSPELT = 0.85
 
 _log = logging.getLogger(__name__)
@@ -54,19 +54,19 @@ def job_from_gin(
 ) -> TrainingJob:
     """The job that gin files describe, as `switchx train` reads them.
 
-    Gin itself is afterwards as it was before: what a caller has configured or registered
-    stays, and what these files import is imported anew by the next call.
+    Gin's own state is restored afterwards: what a caller has configured or registered stays,
+    and what these files import is imported anew by the next call.
 
     Args:
         gin_files: paths, or names below configs/ such as `runs/pretrain_tiny.gin`; several are
-            read in order, the later one wins.
-        gin_bindings: texts such as "TRAIN_STEPS=100" or "SwitchConfig.capacity_factor=1.0";
-            they win over all files. On a command line each is an option, --gin.TRAIN_STEPS=100.
-        gin_search_paths: further folders to look for gin files in.
+            read in order, and later ones win.
+        gin_bindings: texts such as "TRAIN_STEPS=100" or "SwitchConfig.capacity_factor=1.0",
+            they override all files. On a command line each is an option, --gin.TRAIN_STEPS=100.
+        gin_search_paths: further folders to search for gin files.
 
     Raises:
-        ConfigurationError: the files describe no job; the message (a `ValueError`'s) says what
-            to change, and names bindings as a command line has them.
+        ConfigurationError: the files describe no job; the message (it is a `ValueError`) says
+            what to change, and names bindings as on a command line.
     """
     files = [gin_files] if isinstance(gin_files, str | os.PathLike) else list(gin_files)
     for name, texts in (("gin_bindings", gin_bindings), ("gin_search_paths", gin_search_paths)):
@@ -114,7 +114,7 @@ def parse_files(
 ) -> None:
     """Parses gin files in order, then bindings such as `TRAIN_STEPS=100`.
 
-    Between them the model and the vocabulary of INIT_FROM are bound (`taken_settings.py`).
+    In between, the model and the vocabulary of INIT_FROM are bound (`taken_settings.py`).
 
     Args:
         files: paths, or names below `search_paths` or our configs.
@@ -152,7 +152,7 @@ def parse_files(
 
 
 def _note_replaced(bindings: Sequence[str]) -> None:
-    """Says which bindings a later one of the same name takes the place of."""
+    """Reports which bindings are replaced by a later one of the same name."""
     last = {name_of(binding): binding for binding in bindings}
     for binding in bindings:
         if (later := last[name_of(binding)]) != binding:
@@ -199,7 +199,7 @@ def build(macro: str, expected: type):
 
 
 def _refuse_bound_functions(value) -> None:
-    """Refuses bindings of a function that is a field's value: it is saved by its name alone."""
+    """Refuses bindings of a function that is a field's value: it is saved only by its name."""
     functions, registered = set(_functions_in(value)), gin_internals.registered()
     for (_, selector), bound in gin_internals.bindings().items():
         if registered.get(selector) in functions:
@@ -228,7 +228,7 @@ def require_effect(macro: str, bindings: Sequence[str]) -> None:
 
     Raises:
         ConfigurationError: nothing read the name of a binding, or nothing read a macro of
-            the files and a name much like it was read.
+            the files while a very similar name was read.
     """
     macros = gin_internals.read_macros()
     for binding in bindings:
@@ -331,7 +331,7 @@ def _open(path: str, reading: list[str], read: dict[str, str]) -> Iterator[typin
         chain = [*reading[reading.index(same[0]) :], path]
         raise ConfigurationError(f"{' includes '.join(chain)}; take one of these lines out")
     reading.append(path)
-    # A byte order mark, as Windows' editors write it, is no part of the text.
+    # A byte order mark, as written by Windows editors, is not part of the text.
     read[path] = as_of_today(pathlib.Path(path).read_text(encoding="utf-8-sig"))
     file = io.StringIO(read[path])
     file.name = path  # gin's errors say it
@@ -340,7 +340,7 @@ def _open(path: str, reading: list[str], read: dict[str, str]) -> Iterator[typin
 
 
 def _quoted(binding: str) -> str:
-    """The binding with quotes around a value that is no gin literal, as a path is not."""
+    """The binding with quotes around a value that is not a gin literal, such as a path."""
     name, equals, value = binding.partition("=")
     if not equals or value.startswith(("@", "%")):
         return binding
@@ -354,7 +354,7 @@ def _quoted(binding: str) -> str:
 
 
 def _holds_references(value: str) -> bool:
-    """Whether it is a list or dictionary of references to configurables and macros."""
+    """Whether a value is a list or dictionary of references to configurables and macros."""
     try:
         found = ast.literal_eval(re.sub(r"@[\w./]+(\(\))?|%[A-Z][\w./]*", "None", value))
     except (ValueError, SyntaxError):
@@ -393,7 +393,7 @@ def _check_binding(binding: str) -> None:
 
 
 def _scopes_of(name: str) -> list[str]:
-    """Scopes in which the files bind a parameter; none where its class is unknown."""
+    """Scopes in which the files bind a parameter; none if its class is unknown."""
     try:
         key = gin_internals.key_of(name)
     except Exception:  # parsing the binding will say what is wrong with it

@@ -17,7 +17,7 @@ _TOKEN_ERROR = re.compile(r"\('([^']+)', \((\d+), \d+\)\)")
 
 
 def place_of(error: Exception, reading: str | None) -> str:
-    """`FILE:LINE: ` of what gin could not take, in the file `reading` or one that it says."""
+    """`FILE:LINE: ` of what gin could not parse, in the file `reading` or one that it names."""
     place, token = _PLACE.search(str(error)), _TOKEN_ERROR.search(str(error))
     if isinstance(error, SyntaxError) and error.lineno and reading:
         is_of_python = str(error.filename).endswith(".py")
@@ -30,8 +30,8 @@ def place_of(error: Exception, reading: str | None) -> str:
 
 
 def module_that_failed(error: Exception) -> str:
-    """`importing FILE:LINE failed with NameError: ` where a module that a gin file imports did
-    not get to its end; nothing otherwise."""
+    """`importing FILE:LINE failed with NameError: ` if a module that a gin file imports failed
+    on import; nothing otherwise."""
     frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     names = [code.co_name for code, _ in frames]
     if "process_import" not in names:  # gin's
@@ -49,7 +49,7 @@ def explain(error: Exception, reading: str | None = None) -> str:
     """Gin's message without its dump of the configuration, with what may be meant.
 
     Args:
-        reading: the gin file that the error is of.
+        reading: the gin file that caused the error.
     """
     text = error.msg if isinstance(error, SyntaxError) else str(error)
     for pattern, say in _SAYINGS:
@@ -102,7 +102,7 @@ def _no_configurable(selector: str) -> str:
 
 
 def _registers_nothing(path: str) -> bool:
-    """Whether a gin file imports modules, and nothing says that these are to be registered."""
+    """Whether a gin file imports modules, but nothing says that these are to be registered."""
     imports = re.findall(
         r"^(?:from|import)\s.*", Path(path).read_text("utf-8-sig"), re.MULTILINE
     )

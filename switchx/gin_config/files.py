@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gin files: where they are, and what those of earlier versions call things.
+"""Gin files: where they are, and the names in those of earlier versions.
 
 Files of earlier versions, such as the `operative_config.gin` of their run folders, name modules
-that are elsewhere now: they are read as if they named today's.
+that have moved since: they are read as if they named today's.
 """
 
 import difflib
@@ -27,10 +27,10 @@ _IMPORT = re.compile(r"^from +([\w.]+) +import +(\w+)(?: +as +(\w+))?", re.MULTI
 
 
 def close_match(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The one of `known` that is spelt most like `name`, if any is much like it.
+    """The one of `known` that is spelt most like `name`, if any is similar enough.
 
     Args:
-        cutoff: likeness from which on, 0 to 1.
+        cutoff: minimum similarity, from 0 to 1.
     """
     found = difflib.get_close_matches(name, sorted(known), n=1, cutoff=cutoff)
     return found[0] if found else None
@@ -46,11 +46,11 @@ def configs_dir() -> pathlib.Path:
     """The folder `configs`, of a checkout or installed, which holds `models/`, `runs/`, ...
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is no such folder.
     """
     package = pathlib.Path(__file__).parents[1]
-    # A wheel has it inside the package; next to site-packages' switchx anything may be
-    # called configs, so that is looked at last.
+    # A wheel has it inside the package; beside site-packages' switchx anything may be
+    # called configs, so that is tried last.
     places = (package / "configs", package.parent / "configs")
     for place in places:
         if (place / "models").is_dir():
@@ -111,7 +111,7 @@ def configuration_of(folder) -> str:
         folder: a `RunFolder`.
 
     Raises:
-        ValueError: the folder is none of a run; says what is there.
+        ValueError: the folder is not a run folder; the message says what is there.
     """
     if not folder.operative_config.is_file():
         give = "give the model_dir of a run, or --gin_file (in Python a job)"
@@ -131,8 +131,8 @@ def configuration_of(folder) -> str:
 def as_of_today(text: str) -> str:
     """A gin file's text in the names of today.
 
-    A module that moved is imported under the name that the rest of the file has for it. Lines
-    keep their numbers, except where a class moved and no blank line follows the imports.
+    A module that moved is imported under the name that the rest of the file uses. Lines keep
+    their numbers, except if a class moved and no blank line follows the imports.
     """
 
     def moved(match: re.Match) -> str:
@@ -146,7 +146,7 @@ def as_of_today(text: str) -> str:
             name = now.rpartition(".")[2]
             used = rf"(?<![\w.]){old[3] or old[2]}\.{cls}\b"
             text, num_uses = re.subn(used, f"{name}.{cls}", text)
-            # After the imports about the old one, in place of a blank line there.
+            # After the imports around the old one, in place of a blank line there.
             imports = rf"^({re.escape(old[0])}\b.*\n(?:(?:from|import|#).*\n)*)\n?"
             added = rf"\1{import_statement(now)}\n"
             if num_uses:
@@ -155,7 +155,7 @@ def as_of_today(text: str) -> str:
 
 
 def import_statement(module: str, name: str = "") -> str:
-    """The import of a module, bound to a name that may be another than its last part."""
+    """The import of a module, bound to a name that may differ from its last part."""
     package, _, last = module.rpartition(".")
     statement = f"from {package} import {last}" if package else f"import {last}"
     return f"{statement} as {name}" if name not in ("", last) else statement

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that switchx takes of gin's private names, so that another version of gin is met here.
+"""All of gin's private names that switchx uses, so that only this file depends on its version.
 
-Gin has no public way to be left as it was, to replace the places and readers of its files, or
-to say what is bound. The names are those of gin-config 0.5.0, the only version with
+Gin has no public way to restore its state, to replace the places and readers of its files, or
+to list what is bound. The names are those of gin-config 0.5.0, the only version with
 `dynamic_registration`, and of its repository since then; any other is refused at import.
 """
 
@@ -36,7 +36,7 @@ def require_names() -> None:
     """Checks that gin has each of `NAMES` with the type that it has there.
 
     Raises:
-        ImportError: gin lacks some; the message says the version, the names and the way out.
+        ImportError: gin lacks some; the message has the version, the names and the remedy.
     """
     found = {name: getattr(gin.config, name, None) for name in NAMES}
     wrong = [
@@ -56,7 +56,7 @@ require_names()
 
 @contextlib.contextmanager
 def restored() -> Iterator[None]:
-    """Gin's configuration, registry and readers of files are at the end what they were."""
+    """Restores gin's configuration, registry and readers of files at the end."""
     held = {name: getattr(gin.config, name) for name in _TABLES}
     copies = {name: copy.copy(table) for name, table in held.items()}
     known, is_locked = registered().keys(), gin.config_is_locked()
@@ -73,9 +73,9 @@ def restored() -> Iterator[None]:
 
 
 def read_files(places: list[str], open_: Callable, is_file: Callable[[str], bool]) -> None:
-    """Lets gin look up files in these places alone, and read them by `open_` alone.
+    """Lets gin look up files only in these places, and read them only by `open_`.
 
-    Gin can only append to both. Its reader of files inside of Python packages goes: it takes
+    Gin can only append to both. Its reader of files inside Python packages is removed: it takes
     the `runs/` of `runs/x.gin` for a package, and any folder of that name for one.
     """
     gin.config._LOCATION_PREFIXES[:] = places
@@ -83,7 +83,7 @@ def read_files(places: list[str], open_: Callable, is_file: Callable[[str], bool
 
 
 def bindings() -> Mapping[tuple[str, str], Mapping[str, Any]]:
-    """(scope, selector) -> parameter -> value, of all that is bound, macros among it."""
+    """(scope, selector) -> parameter -> value, of all that is bound, including macros."""
     return gin.config._CONFIG
 
 
@@ -102,7 +102,7 @@ def read_macros() -> set[str]:
 
 
 def reading_scopes(selector: str, parameter: str) -> set[str]:
-    """Scopes in which something has read a parameter since then; the outermost one is empty."""
+    """Scopes in which a parameter has been read since then; the outermost one is empty."""
     read = gin.config._OPERATIVE_CONFIG.items()
     return {scope for (scope, each), names in read if each == selector and parameter in names}
 

@@ -2,14 +2,13 @@
 """Settings that a job takes from the run INIT_FROM and VOCABULARY_FILE, before its flags.
 
 The model of a run folder is bound after the gin files and before the flags. Fields that decide
-what parameters mean are the folder's, those that an evaluation may change are so where no gin
-file binds them, and what changes no mathematics (the dispatcher, remat, scan_layers) and
-dropout are the new run's own. With INIT_RULES or INIT_DROP the gin files may describe another
-model. INIT_FROM in a gin file, as in the operative configuration of a run, takes the place of
-nothing.
+what parameters mean are the folder's; so are those that an evaluation may change, if no gin
+file binds them. What changes no mathematics (the dispatcher, remat, scan_layers) and dropout
+are the new run's own. With INIT_RULES or INIT_DROP the gin files may describe another model.
+INIT_FROM in a gin file, as in the operative configuration of a run, replaces nothing.
 
-VOCAB_SIZE follows VOCABULARY_FILE, a flag or a binding of a gin file. A flag VOCAB_SIZE wins
-over both, and one in a gin file of the user's own, as in an operative configuration, over
+VOCAB_SIZE follows VOCABULARY_FILE, a flag or a binding in a gin file. A flag VOCAB_SIZE wins
+over both; one in a user's own gin file, as in an operative configuration, wins over
 VOCABULARY_FILE in a gin file; those of the shipped files are defaults.
 """
 
@@ -43,11 +42,11 @@ def take_sources(bindings: Sequence[str], *, has_own_rows: bool) -> None:
     """Binds the model of INIT_FROM, its vocabulary, and VOCAB_SIZE of VOCABULARY_FILE.
 
     Args:
-        bindings: the flags; those of `FIRST` are parsed already, the others are not.
+        bindings: the flags; those in `FIRST` are already parsed, the others are not.
         has_own_rows: whether a gin file that is not shipped sets VOCAB_SIZE (`sets_rows`).
 
     Raises:
-        ValueError: no gin file describes a model, and INIT_FROM holds none that can be read.
+        ValueError: no gin file describes a model, and INIT_FROM has none that can be read.
     """
     flags = {name_of(binding) for binding in bindings}
     source = _macro("INIT_FROM")
@@ -64,7 +63,7 @@ def take_sources(bindings: Sequence[str], *, has_own_rows: bool) -> None:
 
 
 def sets_rows(texts: Mapping[str, str]) -> bool:
-    """Whether a gin file that is not shipped, or names a vocabulary too, binds VOCAB_SIZE.
+    """Whether a gin file that is not shipped, or also names a vocabulary, binds VOCAB_SIZE.
 
     Args:
         texts: text of each gin file, by its path.
@@ -79,7 +78,7 @@ def sets_rows(texts: Mapping[str, str]) -> bool:
 
 
 def require_model_of_source(model: ModelConfig, bindings: Sequence[str]) -> None:
-    """Checks that no flag makes the model another one than INIT_FROM has.
+    """Checks that no flag makes the model differ from that of INIT_FROM.
 
     Raises:
         ValueError: flags do; names them, and both values.
@@ -108,7 +107,7 @@ def require_model_of_source(model: ModelConfig, bindings: Sequence[str]) -> None
 
 
 def _model_of(source: str) -> ModelConfig | None:
-    """The model of a run folder; None where there is none and gin files describe one."""
+    """The model of a run folder; None if there is none and gin files describe one."""
     try:
         model = read_model_config(RunFolder(source))
         require(
@@ -130,8 +129,8 @@ def _bind_model(model: ModelConfig, source: str, *, is_whole: bool) -> None:
     """Binds the fields of a model.
 
     Args:
-        is_whole: whether the fields that decide what parameters mean are bound whatever gin
-            files say.
+        is_whole: whether the fields that decide what parameters mean are bound regardless of
+            gin files.
     """
     bound = _bound()
     lines = []
@@ -178,15 +177,15 @@ def _fields(description, may_differ: bool = False) -> Iterator[tuple]:
 
 
 def _bind_rows(*, follows: bool) -> None:
-    """VOCAB_SIZE is what the vocabulary of VOCABULARY_FILE needs; without `follows`, where it
-    is less."""
+    """Sets VOCAB_SIZE to what the vocabulary of VOCABULARY_FILE needs; without `follows`, only
+    if it is less."""
     file, rows = _macro("VOCABULARY_FILE"), _macro("VOCAB_SIZE", int)
     if file is None or rows is None:
         return
     try:
         size = read_or_trained(file).size
     except (OSError, ValueError):
-        return  # what needs the vocabulary says so: a plan does not
+        return  # whatever needs the vocabulary reports it: a plan needs none
     if follows or rows < size:
         gin.parse_config(f"VOCAB_SIZE = {-(-size // _ROWS) * _ROWS}")
 
@@ -211,7 +210,7 @@ def _has_rules() -> bool:
 
 
 def _macro(name: str, kind=str):
-    """A macro's value, through macros that it names; None where it is of no such type."""
+    """A macro's value, through macros that it names; None if it has another type."""
     value = gin_internals.macros().get(name)
     if (other := _macro_of(value)) not in (None, name):
         return _macro(other, kind)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gin files that switchx writes: of a job, of a model, of a planned mesh.
 
-What they bind is bound with every field, defaults too: a later version's defaults change
-nothing.
+Every field of what they bind is bound, including defaults, so that a later version's defaults
+change nothing.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ from __gin__ import dynamic_registration
 {imports}
 
 """
-# A run's own, which decide nothing about what the parameters mean.
+# Fields of a run's own, which do not affect what the parameters mean.
 OF_THE_RUN = ("dropout_rate", "expert_dropout_rate")
 _STATEMENT = re.compile(r"^(?:(?P<scope>[\w/]+)/)?(?P<name>[\w.]+) = (?P<value>.*)$", re.DOTALL)
 # `job.TrainingJob.train_steps = %TRAIN_STEPS` of configs/runs/defaults.gin.
@@ -49,7 +49,7 @@ _MACRO = re.compile(r"^\w+\.(\w+)\.(\w+) = %([A-Z_]+)$", re.MULTILINE)
 def job_gin(job) -> str:
     """A `TrainingJob` as a gin file that builds it again.
 
-    Macros that every run honours (configs/runs/defaults.gin) are there, so that
+    It has the macros that every run honours (configs/runs/defaults.gin), so that
     `--gin.TRAIN_STEPS=100` and a further file such as configs/meshes/one_device.gin change it.
 
     Raises:
@@ -120,7 +120,7 @@ class _Objects:
         return f"{scope}{self._bound(cls.__module__)}.{cls.__name__}"
 
     def _bound(self, module: str) -> str:
-        """The last part of a module's name, with those before it where it is another's."""
+        """The last part of a module's name, with those before it if another module has it."""
         parts = module.split(".")
         for start in reversed(range(len(parts))):
             name = "_".join(parts[start:])
@@ -134,11 +134,11 @@ class _Objects:
 
 
 def without_scopes(text: str) -> str:
-    """Gin's operative configuration with each parameter bound once, outside of all scopes.
+    """Gin's operative configuration with each parameter bound once, outside all scopes.
 
-    Gin evaluates a macro in a scope of its name and writes down `MODEL/config.d_ff = 64`,
-    which a later `config.d_ff = 32` would not change: nothing could be set on top of the
-    file. A parameter with different values in several scopes keeps its scopes.
+    Gin evaluates a macro in a scope of its name and writes `MODEL/config.d_ff = 64`, which a
+    later `config.d_ff = 32` would not change: nothing could be set on top of the file. A
+    parameter with different values in several scopes keeps its scopes.
 
     Args:
         text: text that `gin.operative_config_str()` returned; comments are left out.
@@ -158,7 +158,7 @@ def without_scopes(text: str) -> str:
 
 
 def model_gin(model) -> str:
-    """Every field of a `ModelConfig` as bindings, those with default values too.
+    """Every field of a `ModelConfig` as bindings, including those with default values.
 
     A user's own class is imported from its module.
     """
@@ -178,8 +178,8 @@ def model_gin(model) -> str:
 
 
 def _literal(value: Any) -> str:
-    """A value as gin reads it: numbers and texts of other types, as NumPy's and enumerations',
-    are plain ones."""
+    """A value as gin reads it: numbers and texts of other types, such as those of NumPy and
+    enumerations, become plain ones."""
     require(value == value, "a job has NaN, which gin cannot read; give a number")
     kinds = [each for each in (bool, int, float, str) if isinstance(value, each)]
     text = kinds[0].__repr__(value) if kinds else repr(value)
@@ -187,7 +187,7 @@ def _literal(value: Any) -> str:
 
 
 def _nested(description) -> Iterator:
-    """A configuration, and those in it."""
+    """A configuration, and the configurations in it."""
     yield description
     for field in dataclasses.fields(description):
         value = getattr(description, field.name)
@@ -209,9 +209,9 @@ def _class_name(description) -> str:
 def mesh_gin(plan, why: str, command: str) -> str:
     """A plan's mesh, rules, schedule, dispatcher and tier, to be read after a run's own files.
 
-    gin keeps what an earlier file bound, so every axis, every field of `Rules`, the
-    pipeline's schedule and the tier of the experts are written, defaults too: a run's own
-    rules (configs/meshes/pod.gin) are not what was predicted.
+    Gin keeps what an earlier file bound, so every axis, every field of `Rules`, the pipeline's
+    schedule and the tier of the experts are written, including defaults: a run's own rules
+    (configs/meshes/pod.gin) are not what was predicted.
 
     Args:
         plan: a `planner.search.Plan`.
@@ -224,7 +224,7 @@ def mesh_gin(plan, why: str, command: str) -> str:
 
     layout = plan.layout
     bound = {f"mesh.MeshSpec.{axis}": getattr(layout, axis) for axis in AXES}
-    # The planner takes the bubble and the activations in flight of this schedule.
+    # The planner assumes the bubble and the activations in flight of this schedule.
     for value, module in ((layout.rules, "rules"), (ScheduleSpec("1f1b"), "schedule")):
         for field in dataclasses.fields(value):
             name = f"{module}.{type(value).__name__}.{field.name}"
@@ -256,7 +256,7 @@ def mesh_gin(plan, why: str, command: str) -> str:
 
 
 def _as_in_configs(value) -> str:
-    """A value with double quotes, and a table of rules with one a line."""
+    """A value with double quotes, and a table of rules with one rule per line."""
     if isinstance(value, tuple) and value and isinstance(value[0], tuple):
         return "\n".join(["(", *(f"    {_as_in_configs(rule)}," for rule in value), ")"])
     return repr(value).replace("'", '"')

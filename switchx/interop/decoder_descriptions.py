@@ -2,7 +2,7 @@
 """The family of a decoder-only model, and its `config.json` for transformers.
 
 The nearest row of `DECODERS` (decoder_families.py) describes a model. The description is read
-back, and a model that it does not give again is refused.
+back, and a model that it does not reproduce is refused.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from switchx.layers.rotary import RotaryConfig
 from switchx.models.config import ModelConfig, require_our_blocks
 from switchx.models.params import abstract_params
 
-_NO_LIMIT = 32768  # positions, where a model has no limit
+_NO_LIMIT = 32768  # positions, if a model has no limit
 _NO_SHARED_D_FF = 128  # tensor parallelism divides it
 _ALSO_GLM = "GLM-4-MoE of whole heads is one model with dots1: Dots1ForCausalLM is written"
 
@@ -54,7 +54,7 @@ def describe(config: ModelConfig) -> tuple[Decoder, dict[str, Any], list[str]]:
         "model_type": kin.model_type,
         "vocab_size": config.vocab_size,
         "hidden_size": config.d_model,
-        # An expert's where the family has one size for both.
+        # An expert's, if the family has one size for both.
         "intermediate_size": config.d_ff if has_dense or kin.sparse != "all" else expert_d_ff,
         "num_hidden_layers": config.num_decoder_layers,
         "num_attention_heads": config.num_heads,
@@ -100,7 +100,7 @@ def config_with_shared_expert(config: ModelConfig) -> ModelConfig:
 
 
 def with_shared_expert(config: ModelConfig, params: dict) -> tuple[ModelConfig, dict]:
-    """The same model, with a gated shared expert of zeros where its family has always one.
+    """The same model, with a gated shared expert of zeros if its family always has one.
 
     So an upcycled Qwen2 is a Qwen2-MoE.
     """
@@ -114,7 +114,7 @@ def with_shared_expert(config: ModelConfig, params: dict) -> tuple[ModelConfig, 
 
 
 def _family_of(config: ModelConfig) -> Decoder:
-    """The row that has most of a model's features."""
+    """The row that shares most features with a model."""
     switch = config.switch
     if switch is None:
         if config.norm_place == "after":
@@ -136,7 +136,7 @@ def _family_of(config: ModelConfig) -> Decoder:
 
 
 def _differences(kin: Decoder, config: ModelConfig, again: ModelConfig) -> list[str]:
-    """Where a model is not the one that its description is read as."""
+    """Where a model differs from what its description is read as."""
 
     def traits(config: ModelConfig) -> dict[str, Any]:
         """What computes a logit, by the names of our fields."""
@@ -157,7 +157,7 @@ def _differences(kin: Decoder, config: ModelConfig, again: ModelConfig) -> list[
             places = ("every", "encoder_layers", "decoder_layers", "router")
             unread |= {f"SwitchConfig.{name}" for name in places}
             unread |= {"RouterConfig.bias_update_rate", "RouterConfig.balance_load"}
-            if switch.router.bias_rule != "quantile_logits":  # others add to scores alike
+            if switch.router.bias_rule != "quantile_logits":  # others all add to scores
                 unread.add("RouterConfig.bias_rule")
             if not switch.has_attention:
                 unread.add("SwitchConfig.attention_experts")
@@ -182,7 +182,7 @@ def _fixed(config) -> dict[str, Any]:
 
 
 def _describe_experts(kin: Decoder, config: ModelConfig, expert_d_ff: int) -> dict[str, Any]:
-    """What `config.json` says of experts and of the blocks that have them."""
+    """What `config.json` says about experts and the blocks that have them."""
     switch = config.switch
     router = config.switch.router
     sparse = sparse_layers(config)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decoder-only models of transformers, dense and sparse: families and their `config.json`.
 
-A family is a row of `DECODERS`; reading, of tensors too (decoder_tensors.py), and writing
-(decoder_descriptions.py) go by the same row. All have RMSNorm, rotary positions and gated FFNs
-with SiLU; they differ in the norms of queries and keys, in biases, in where norms stand, and in
-their experts. In their files `gate_proj` (`w1`) is the activated matrix, our `w_in`, and
+A family is a row of `DECODERS`; reading, also of tensors (decoder_tensors.py), and writing
+(decoder_descriptions.py) use the same row. All have RMSNorm, rotary positions and gated FFNs
+with SiLU; they differ in the norms of queries and keys, in biases, in the place of norms, and
+in their experts. In their files `gate_proj` (`w1`) is the activated matrix, our `w_in`, and
 `up_proj` (`w3`) the factor, our `w_gate`.
 
 Dims: V vocabulary, D model, E experts, F ffn, H heads, K head size, Z heads of keys and values
@@ -21,7 +21,7 @@ from switchx.layers.rotary import RotaryConfig
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 
 ROTARY = {"none": "default", "linear": "linear", "yarn": "yarn", "llama3": "llama3"}
-# Their name -> ours, of the values of a scaling.
+# Their name -> ours, for the values of a scaling.
 SCALING = {
     "factor": "factor",
     "original_max_position_embeddings": "original_length",
@@ -46,12 +46,12 @@ SCALED = {
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """A family of decoder-only models, by what tells it from Llama.
+    """A family of decoder-only models, by how it differs from Llama.
 
     Attributes:
-        model_type: its name in config.json.
-        architecture: its class in transformers.
-        qk_norm, norm_place: our fields of these names; of the first also the flag of
+        model_type: name of the family in config.json.
+        architecture: class of the family in transformers.
+        qk_norm, norm_place: our fields of these names; the first may also be the flag of
             config.json that turns `head` on.
         heads: whether transformers takes `any` sizes of heads, only numbers that `divide` D, or
             only heads that `fill` D, whose norms of queries have the size of the model.
@@ -59,44 +59,44 @@ class Decoder:
             that turns those of `flagged_bias` on.
         flagged_bias: a value of our `attention_bias`.
         epsilon, theta, tied: values of `rms_norm_eps`, `rope_theta` and `tie_word_embeddings`
-            where a file has none.
-        fraction: `partial_rotary_factor` where a file has none; None in a family that turns
+            if a file has none.
+        fraction: `partial_rotary_factor` if a file has none; None in a family that rotates
             whole heads.
-        window: `sliding_window` where a file has none, in a family that reads it; one as long
+        window: `sliding_window` if a file has none, in a family that reads it; one as long
             as the context hides nothing.
-        whole_blocks: `max_window_layers` where a file has none, the number of first blocks
+        whole_blocks: `max_window_layers` if a file has none, the number of first blocks
             without that window; None in a family that has it in all blocks.
         window_flag: field without which there is no window.
-        has_pairs: whether rotary positions turn features 2 i and 2 i + 1 together; ours are
+        has_pairs: whether rotary positions rotate features 2 i and 2 i + 1 together; ours are
             halves, and rows of queries and keys are put in that order.
         has_multipliers: whether embeddings, scores, sublayers and logits have factors, which
             are multiplied into the weights as they are read; written as Mixtral.
-        ffn: the module of an FFN in the names of tensors.
+        ffn: module of an FFN in the names of tensors.
         matrices: names of an expert's `w_in`, `w_gate` and `w_out`.
         router: name of the router in a sparse FFN.
-        fused: names in files of a layer's `gate_proj` above `up_proj`, and of `down_proj`, of
-            all experts, where they are not apart.
-        num_experts: the field that says how many experts there are; "" in a dense family.
-        num_selected: the field of k.
-        expert_d_ff: the field of an expert's F.
+        fused: names in files of a layer's `gate_proj` above `up_proj`, and of `down_proj`, for
+            all experts, if they are not separate.
+        num_experts: field with the number of experts; "" in a dense family.
+        num_selected: field of k.
+        expert_d_ff: field of an expert's F.
         normalizes: whether gates are always normalized; False reads `norm_topk_prob`.
-        normalized: `norm_topk_prob` where a file has none.
-        router_bias: name, in a sparse FFN, of the bias that is added to scores as experts are
-            chosen; "" without one.
+        normalized: `norm_topk_prob` if a file has none.
+        router_bias: name, in a sparse FFN, of the bias that is added to scores when experts
+            are chosen; "" without one.
         has_sigmoid: whether scores are sigmoids, gates have a factor and experts are in groups
             (`routed_scaling_factor`, `n_group`, `topk_group`), as in DeepSeek-V3.
         sparse: fields that name the sparse blocks: none for `all`, `decoder_sparse_step` and
             `mlp_only_layers` for `step`, `moe_layer_interval` and the indices of the first and
             the last for `range`, `first_k_dense_replace` for `after`.
-        dense_blocks: `first_k_dense_replace` where a file has none.
-        shared_d_ff: the field of F of a gated shared expert; "" without one.
-        shared_count: the field of the number of shared experts without a gate, which are one
-            FFN of as many times an expert's F; "" without them.
-        num_shared: this number where a file has none; None where it has to be there.
-        unread: what is part of the names of tensors that transformers leaves out, too, those
-            that predict tokens further ahead; "" for none, `block` for a block behind the
-            last one.
-        only: fields that switchx has one value of, and that value.
+        dense_blocks: `first_k_dense_replace` if a file has none.
+        shared_d_ff: field of F of a gated shared expert; "" without one.
+        shared_count: field of the number of shared experts without a gate, which are one
+            FFN of that many times an expert's F; "" without them.
+        num_shared: this number if a file has none; None if the file must have it.
+        unread: part of the names of tensors that transformers also leaves out, those that
+            predict tokens further ahead; "" for none, `block` for a block after the last
+            one.
+        only: fields of which switchx supports one value, and that value.
     """
 
     model_type: str
@@ -206,10 +206,10 @@ DECODERS = {
 def read_config(
     kin: Decoder, fields: Fields, tensors: Collection[str] = (), overflow: str = "dropless"
 ) -> ModelConfig:
-    """The model that a `config.json` describes; tensors and `overflow` say nothing more.
+    """The model that a `config.json` describes; tensors and `overflow` add nothing.
 
     Raises:
-        ValueError: a value is wrong, or asks for what switchx has not.
+        ValueError: a value is wrong, or asks for what switchx lacks.
     """
     for name, expected in (("hidden_act", "silu"), *kin.only):
         fields.only(name, expected, f"{kin.model_type} of switchx has nothing else")
@@ -304,7 +304,7 @@ def _read_switch(kin: Decoder, fields: Fields, config: ModelConfig) -> SwitchCon
             gate="normalized" if is_normalized else "score" if kin.has_sigmoid else "softmax",
             exploration="none",
             overflow="dropless",
-            bias_update_rate=0.0 if kin.router_bias else None,  # it stays as it is
+            bias_update_rate=0.0 if kin.router_bias else None,  # the bias stays as it is
             **scores,
         ),
         **where,
@@ -407,11 +407,11 @@ def _read_rotary(kin: Decoder, fields: Fields) -> RotaryConfig:
         elif theirs == "attention_factor":
             found[ours] = _attention_factor(own)
         else:
-            found[ours] = own.number(theirs, defaults.get(ours))  # others have to be there
+            found[ours] = own.number(theirs, defaults.get(ours))  # others are required
     return RotaryConfig(scaling=scaling, **found)
 
 
-# Rope types that are refused: what is missing, and which models need it.
+# Rope types that are refused: what switchx lacks, and which models need it.
 _NEEDED = {
     "dynamic": "angles by the text's length (InternLM2 needs them)",
     "longrope": "two tables of factors (Phi-3.5-MoE and Phi-3 of 128k tokens need them)",

@@ -28,7 +28,7 @@ _PROJECTIONS = {"query": "q", "key": "k", "value": "v"}
 
 
 def tensor_names(kin: Decoder, config: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """The name of each of our parameters -> theirs: one, or one an expert."""
+    """The name of each of our parameters -> theirs: one, or one per expert."""
     names = {"embedding/embedding_VD": (TABLE,), "decoder/norm/scale_D": ("model.norm.weight",)}
     if not config.tie_embeddings:
         names["embedding/w_logits_DV"] = (LM_HEAD,)
@@ -79,7 +79,7 @@ def _ffn_names(ours: str, theirs: str, matrices) -> dict[str, tuple[str, ...]]:
     return {f"{ours}/{our}": (f"{theirs}.{their}.weight",) for our, their in parameters}
 
 
-# What releases before transformers 4.32 saved beside the weights: the frequencies.
+# The frequencies, which releases before transformers 4.32 saved beside the weights.
 _UNREAD = ".rotary_emb.inv_freq"
 
 
@@ -100,7 +100,7 @@ def read_params(
     tensors = _SeparateExperts(kin, tensors, config)
     found = {n: shape for n, shape in tensors.shapes.items() if not n.endswith(_UNREAD)}
     unread = kin.unread
-    if unread == "block":  # eh_proj tells it from one that config.json does not count
+    if unread == "block":  # eh_proj distinguishes it from one that config.json omits
         block = f"model.layers.{config.num_decoder_layers}."
         unread = block if f"{block}eh_proj.weight" in found else ""
     if unread and (others := [name for name in found if unread in name]):
@@ -113,7 +113,7 @@ def read_params(
         f"have experts; of the tensors {shown(present)} have: {WAY_OUT}",
     )
     if config.tie_embeddings and LM_HEAD in found:
-        # There and equal, or there and another matrix after fine-tuning.
+        # Present and equal, or present and another matrix after fine-tuning.
         if np.array_equal(tensors.read(LM_HEAD), tensors.read(TABLE)):
             del found[LM_HEAD]
         else:
@@ -136,7 +136,7 @@ def _routed_blocks(kin: Decoder, found: Collection[str], config: ModelConfig) ->
 
 
 def _factors(kin: Decoder, fields: Fields, config: ModelConfig) -> dict[str, float]:
-    """What parameters are multiplied by, by the last part of their names: Granite's factors."""
+    """Factors of parameters, by the last part of their names: those of Granite."""
 
     def factor(name: str) -> float:
         return fields.number(name, 1.0) if kin.has_multipliers else 1.0
@@ -161,7 +161,7 @@ def orders(kin: Decoder, config: ModelConfig) -> dict[str, np.ndarray]:
     return dict.fromkeys(("w_query_DHK", "w_key_DHK", "w_key_DZK"), order_K)
 
 
-# Names in the memory of transformers 5, and those of files.
+# Names in transformers 5's memory, and names in files.
 _FUSED = Decoder.fused
 _IN_MEMORY = (
     (".gate.moe_statics.", ".moe_statics."),
@@ -170,11 +170,11 @@ _IN_MEMORY = (
 
 
 class _SeparateExperts:
-    """A folder's tensors with those of each expert apart, as the hub's files have them.
+    """A folder's tensors with those of each expert separate, as in the hub's files.
 
-    transformers 5 has them fused in memory, and in files where `save_original_format` is false:
+    transformers 5 has them fused in memory, and in files if `save_original_format` is false:
     `mlp.experts.gate_up_proj` `[E, 2 F, D]` and `mlp.experts.down_proj` `[E, D, F]`. Those of
-    blocks that are not sparse in `config` stay whole; another E than its own is refused.
+    blocks that are not sparse in `config` stay whole; an E other than its own is refused.
     """
 
     def __init__(self, kin: Decoder, tensors: TensorFolder, config: ModelConfig):
@@ -206,7 +206,7 @@ class _SeparateExperts:
                 self._parts[one] = name, (expert, part)
 
     def read(self, name: str) -> np.ndarray:
-        """As `TensorFolder.read`; one tensor is held from one call to the next."""
+        """As `TensorFolder.read`; one tensor is kept from one call to the next."""
         whole, part = self._parts[name]
         if self._last[0] != whole:
             self._last = whole, self._tensors.read(whole)

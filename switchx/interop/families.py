@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Families of checkpoints of transformers, a row each: config keys, tensor names, special ids.
+"""Families of transformers checkpoints, one row each: config keys, tensor names, special ids.
 
-A family is what one `model_type` of `config.json` means. A new one is a row of `FAMILIES`; of
-T5's kin, a `T5Kin` that says what tells it from T5.
+A family is what one `model_type` of `config.json` means. A new one is a row of `FAMILIES`; for
+T5's relatives, with a `T5Kin` that says how it differs from T5.
 """
 
 import dataclasses
@@ -25,21 +25,21 @@ from switchx.models.config import ModelConfig
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """How checkpoints of one `model_type` are read, and written where they can be.
+    """How checkpoints of one `model_type` are read, and written if they can be.
 
     Attributes:
-        read_config: config.json's `Fields`, the names of tensors (none for what the file
-            says) and `overflow` -> the model.
-        tensor_names: an unrolled model -> our parameters' names -> theirs: one, or one an
-            expert.
-        read_params: `Fields`, a `TensorFolder`, the model, `read_ids` and a folder for large
-            arrays -> parameters, and the model as the tensors have it.
-        special_ids: padding, the end, unknown and a decoder's start where config.json has
-            none. It has no unknown: where a tokenizer has another one, that is.
-        vocabularies: files of a vocabulary, of which the first that is there is read.
+        read_config: function (config.json's `Fields`, the names of tensors, empty for what the
+            file says, `overflow`) -> the model.
+        tensor_names: function (an unrolled model) -> our parameters' names -> theirs: one, or
+            one per expert.
+        read_params: function (`Fields`, a `TensorFolder`, the model, `read_ids`, a folder for
+            large arrays) -> parameters, and the model as the tensors have it.
+        special_ids: ids of padding, end, unknown and a decoder's start if config.json has none.
+            That file never has unknown: if a tokenizer has another one, that is used.
+        vocabularies: files of a vocabulary, of which the first that exists is read.
         keeps_ids: whether ids stay as they are in the files (bpe.py).
-        overflows: what becomes of a token whose expert is full, by release of transformers,
-            the default first; the families with one drop none or have no experts.
+        overflows: what happens to a token whose expert is full, by release of transformers,
+            the default first; families with a single one drop none or have no experts.
     """
 
     read_config: Callable[..., ModelConfig]
@@ -63,7 +63,7 @@ class Family:
 
     @classmethod
     def of_t5(cls, kin: T5Kin) -> "Family":
-        """A family of T5's kin."""
+        """A family of T5's relatives."""
         return cls(
             functools.partial(huggingface_config.read_config, kin),
             functools.partial(t5_tensors.tensor_names, kin),
@@ -74,14 +74,14 @@ class Family:
     def read_ids(
         self, fields: Fields, unknown: int | None = None
     ) -> tuple[tuple[int, int, int], int]:
-        """A model's ids of padding, end and unknown, and of what a decoder's input begins with.
+        """A model's ids of padding, end and unknown, and the id that begins a decoder's input.
 
         Args:
-            fields: values of `config.json`, under those of `generation_config.json`.
+            fields: values of `config.json`, overridden by those of `generation_config.json`.
             unknown: the tokenizer's id of unknown pieces.
 
         Raises:
-            ValueError: one is no id, or padding is the end.
+            ValueError: a value is not an id, or padding is the end.
         """
         most = fields.whole("vocab_size") - 1
         pad, end, start = (
@@ -104,12 +104,12 @@ FAMILIES = {kin.model_type: Family.of_t5(kin) for kin in (T5, MT5, UMT5, SWITCH)
         nllb_moe.tensor_names,
         nllb_moe.read_params,
         special_ids=(1, 2, 3, 2),
-        vocabularies=(),  # its own is of BPE, which is not read
+        vocabularies=(),  # its own is BPE, which is not read
     ),
 }
 
 
-# What other families have that switchx has not.
+# What other families have that switchx lacks.
 _MISSING = {
     "deepseek_v2": "latent attention (MLA)",
     **dict.fromkeys(("deepseek_v3", "deepseek_v32", "kimi_k2"), "latent attention (MLA)"),
@@ -128,7 +128,7 @@ def family_of(fields: Fields) -> Family:
     """The family that a `config.json` names.
 
     Raises:
-        ValueError: it names none of ours; lists these.
+        ValueError: it names none of ours; the message lists these.
     """
     name = fields.text("model_type", "")
     missing = f": switchx has no {_MISSING[name]}" if name in _MISSING else ""

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokenizer of a folder of transformers: its pieces, and what stands beside them.
+"""The tokenizer of a transformers folder: its pieces, and the tokens beside them.
 
-`spiece.model` has the pieces. Which ids stand beyond these, their texts, and how many sentinels
-there are, in which order, say `tokenizer.json`, `added_tokens_decoder` and `extra_ids` in
+`spiece.model` has the pieces. The ids beyond these, their texts, and the number and order of
+sentinels are in `tokenizer.json`, `added_tokens_decoder` and `extra_ids` in
 `tokenizer_config.json`, and `added_tokens.json`; which of them are special, and which are
-padding, end and unknown, `special_tokens_map.json`, too. Files that contradict each other are
-refused.
+padding, end and unknown, is also in `special_tokens_map.json`. Files that contradict each other
+are refused.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ _SENTINEL = re.compile(r"<extra_id_([0-9]{1,6})>")
 _NAMES = "pad_token", "eos_token", "unk_token"
 _MOST_BYTES = 1 << 28
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
-T5_SENTINELS = 100  # where no file says how many there are
+T5_SENTINELS = 100  # if no file says how many there are
 
 
 def folder_vocabulary(
@@ -39,7 +39,7 @@ def folder_vocabulary(
     """The vocabulary of a SentencePiece model and the files beside it in a folder.
 
     Args:
-        folder: folder with the tokenizer's files, or a `tokenizer.json` alone; None has
+        folder: folder with the tokenizer's files, or only a `tokenizer.json`; None has
             neither.
         vocab_size: number of rows of the model's embedding.
         special_ids: ids of padding, end and unknown in the files.
@@ -78,7 +78,7 @@ def folder_vocabulary(
         f"tokens have, too; correct extra_ids in {TOKENIZER_CONFIG}",
     )
     if not numbers and not own and num_pieces + count > vocab_size:
-        # mT5's 100 are pieces that have other names, and T5's tokenizer_config.json says 100.
+        # mT5's 100 are pieces with other names, and T5's tokenizer_config.json says 100.
         require(
             stated in (None, 0, T5_SENTINELS),
             f"{folder}: extra_ids={stated} sentinels beside {num_pieces} pieces need "
@@ -107,7 +107,7 @@ def unknown_id(file: pathlib.Path) -> int | None:
 def _check_special(
     folder: pathlib.Path, plain: SentencePieceVocabulary, found: dict[str, int]
 ) -> None:
-    """Requires that tokens which files name without an id have one, and the one they stand for.
+    """Requires that tokens named without an id have one, namely the one they stand for.
 
     Args:
         found: our ids of added tokens and sentinels.
@@ -143,10 +143,10 @@ def _is_taken(tokens: Sequence[AddedToken], first: int, count: int) -> bool:
 
 
 def read_added_tokens(folder: pathlib.Path) -> list[AddedToken]:
-    """All tokens that a folder's files name beside pieces, in the order of their ids.
+    """All tokens that a folder's files name besides pieces, in the order of their ids.
 
     Raises:
-        ValueError: a file is damaged, or two of them give an id two texts.
+        ValueError: a file is damaged, or two files give an id different texts.
     """
     found: dict[int, AddedToken] = {}
     for file, token in _named(folder):
@@ -160,7 +160,7 @@ def read_added_tokens(folder: pathlib.Path) -> list[AddedToken]:
 
 
 def _named(folder: pathlib.Path):
-    """Files and tokens, those that have flags first."""
+    """Files and tokens, those with flags first."""
     file = folder if folder.is_file() else folder / TOKENIZER
     if file.is_file():
         tokens = read_json(file, _MOST_BYTES).get("added_tokens") or []
@@ -185,7 +185,7 @@ def _named(folder: pathlib.Path):
         special = read_json(special) if special.is_file() else {}
         special = [*special.values(), *_listed(special.get("additional_special_tokens"))]
         for text, token_id in read_json(file).items():
-            # Only names are there: flags are those of a text that transformers adds.
+            # The file has only names: flags are those of a text that transformers adds.
             is_special = _SENTINEL.fullmatch(text) or text in map(_content, special)
             fields = {"content": text, "special": bool(is_special)}
             fields["normalized"] = not is_special
@@ -200,7 +200,7 @@ def _token(fields: dict[str, Any], token_id, file: pathlib.Path) -> AddedToken:
 def _beside(
     plain: SentencePieceVocabulary, tokens: Sequence[AddedToken], vocab_size: int, where: str
 ) -> list[AddedToken]:
-    """The tokens that are no pieces, each checked."""
+    """The tokens that are not pieces, each checked."""
     beside = []
     for token in tokens:
         require(
@@ -224,7 +224,7 @@ def _beside(
 
 
 def _extra_ids(folder: pathlib.Path) -> int | None:
-    """Sentinels that `tokenizer_config.json` says; None where it does not."""
+    """The number of sentinels in `tokenizer_config.json`; None if it does not say."""
     file = folder / TOKENIZER_CONFIG
     count = read_json(file).get("extra_ids") if file.is_file() else None
     require(
@@ -240,9 +240,9 @@ def write_tokenizer(
     tokens: Sequence[AddedToken],
     special_ids: Sequence[int] = OURS,
 ) -> None:
-    """Writes what T5Tokenizer reads beside `spiece.model`, which is there.
+    """Writes what T5Tokenizer reads beside `spiece.model`, which exists already.
 
-    Sentinels that are pieces are named with their ids: it would add others behind them.
+    Sentinels that are pieces are named with their ids: otherwise it would append others.
     """
     pieces = read_sentencepiece(str(folder / PIECES))
     theirs = their_ids(special_ids)

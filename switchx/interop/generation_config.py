@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`generation_config.json` of transformers as a folder's defaults of decoding, and back.
+"""`generation_config.json` of transformers as a folder's decoding defaults, and back.
 
-What `DecodingConfig` has becomes a default; of all else, what would change a text is named.
+Settings of `DecodingConfig` become defaults; others are reported if they would change a text.
 """
 
 import pathlib
@@ -13,7 +13,7 @@ from switchx.fields import require
 from switchx.interop.tensor_folder import read_json
 
 GENERATION = "generation_config.json"
-# Their name -> that of `DecodingConfig`, where values mean the same.
+# Their name -> that of `DecodingConfig`, if values mean the same.
 _SAME = {
     "max_new_tokens": "max_new_tokens",
     "min_new_tokens": "min_new_tokens",
@@ -29,9 +29,9 @@ _SAME = {
 }
 _LENGTHS = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"}
 _IDS = ("pad_token_id", "eos_token_id", "decoder_start_token_id")
-_SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}  # what they are where none is given
+_SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}  # values if none is given
 _READ = (*_SAME, *_LENGTHS, *_IDS, *_SAMPLING, "do_sample", "forced_bos_token_id")
-# What changes no text of an encoder-decoder.
+# Settings that change no text of an encoder-decoder.
 _SILENT = (
     "_from_model_config", "transformers_version", "bos_token_id", "use_cache", "cache_config",
     "cache_implementation", "output_attentions", "output_hidden_states", "output_scores",
@@ -76,7 +76,7 @@ def decoding_defaults(
         special_ids: the model's special ids, by which its token ids become ours.
 
     Raises:
-        ValueError: an id is none of the vocabulary. Values are not checked otherwise.
+        ValueError: an id is not in the vocabulary. Values are not checked otherwise.
     """
     found, unused = {}, {}
     if not has_encoder:  # their lengths count the prompt, and the token is forced without one
@@ -84,7 +84,7 @@ def decoding_defaults(
         unused = {n: v for n, v in given.items() if v and _LENGTHS.get(n) not in values}
         values = {n: v for n, v in values.items() if n not in given}
     for theirs, ours in _LENGTHS.items():
-        length = values.get(theirs)  # of a decoder's input, whose first token is the start
+        length = values.get(theirs)  # of a decoder's input, which begins with the start
         if length and ours not in values:
             found[ours] = length - 1 if type(length) is int else length
     found |= {_SAME[name]: value for name, value in values.items() if name in _SAME}
@@ -97,7 +97,7 @@ def decoding_defaults(
     elif values.get("do_sample"):
         unused |= sampling | {"do_sample": True}
     if (forced := values.get("forced_bos_token_id")) == special_ids[PAD_ID]:
-        unused["forced_bos_token_id"] = forced  # what an output has of padding is not kept
+        unused["forced_bos_token_id"] = forced  # padding in an output is not kept
     elif forced is not None:
         found["forced_prefix"] = [forced]
     if others := [i for i in end_ids(values) if i != special_ids[EOS_ID]]:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of transformers: T5's kin, Switch Transformers, NLLB-MoE, decoder-only models.
+"""Checkpoints of transformers: T5's family, Switch Transformers, NLLB-MoE, decoder-only models.
 
-A local folder with `config.json`, weights (tensor_folder.py) and, where it has one, the
-vocabulary `spiece.model`. Tensors are PyTorch's: a linear map is `[out, in]`, heads joined;
-every expert has its own.
+A checkpoint is a local folder with `config.json`, weights (tensor_folder.py) and, if it has
+one, the vocabulary `spiece.model`. Tensors are PyTorch's: a linear map is `[out, in]`, with
+heads joined; every expert has its own.
 
 Dims: V vocabulary, D model, E experts, F ffn, H heads, K head size, U buckets of positions
 """
@@ -59,7 +59,7 @@ from switchx.tree import named_leaves
 MOST_SHARD_BYTES = 5 * 10**9  # transformers' own
 _IDS = ("pad_token_id", "eos_token_id", "decoder_start_token_id")
 
-# What a decoder's config.json has and a ModelConfig has not.
+# What a decoder's config.json has and a ModelConfig lacks.
 _ADAPTER = "adapter_config.json"
 _OF_TRAINING = (
     *("router_aux_loss_coef", "router_z_loss_coef", "router_jitter_noise", "attention_dropout"),
@@ -72,14 +72,14 @@ class Checkpoint:
 
     Attributes:
         params: NumPy arrays in the dtype of `config.precision.params`.
-        vocabulary: a SentencePiece model, or the `tokenizer.json` to make one of
-            (tokenizer_json.py); None where the checkpoint has neither.
+        vocabulary: a SentencePiece model, or the `tokenizer.json` to make one from
+            (tokenizer_json.py); None if the checkpoint has neither.
         is_of_bytes: whether texts are bytes (ByT5), for which no file is needed.
         special_ids: ids of padding, end and unknown in the files; `params` have ours.
         decoding: fields of `DecodingConfig` that are the model's defaults.
-        notes: sentences that a reader should know.
-        ids: the vocabulary where ids stay as they are in the files (decoder-only models).
-        rescaled: family whose factors were multiplied into `params`; None of all others.
+        notes: sentences that a user should know.
+        ids: the vocabulary if ids stay as they are in the files (decoder-only models).
+        rescaled: family whose factors were multiplied into `params`; None for all others.
     """
 
     config: ModelConfig
@@ -107,16 +107,16 @@ def read_checkpoint(
         overflow: what a layer of Switch Transformers gives for a token whose expert is full.
             `drop`, the default: the residual connection alone, as in transformers 4.52 to 4.57
             and from 5.19 on; `dropless`: no expert is ever full, as in 5.0 to 5.17; `identity`:
-            its normed input times its probability, as up to 4.51. Other families have
-            `dropless` alone.
+            its normed input times its probability, as up to 4.51. Other families have only
+            `dropless`.
         dtype: dtype of the parameters; each is converted as it is read.
         scratch: folder for files from which parameters are memory-mapped; only the largest one
             is in memory at a time. The parameters are valid as long as the folder exists.
         vocabulary: a file that replaces the folder's own; `none` and `bytes` use no file.
 
     Raises:
-        ValueError: a file is missing or damaged; we do not have the configuration; tensors are
-            missing, unexpected or of another shape (the message names all).
+        ValueError: a file is missing or damaged; we do not support the configuration; tensors
+            are missing, unexpected or of another shape (the message names all).
     """
     folder = pathlib.Path(folder).expanduser()
     require(
@@ -171,7 +171,7 @@ def read_checkpoint(
 
 
 def _description(folder: pathlib.Path) -> dict[str, Any]:
-    """`config.json` of a model of transformers; refuses other kinds of folders by name."""
+    """`config.json` of a transformers model; refuses other kinds of folders by name."""
     file = folder / "config.json"
     require(
         file.is_file() or not (folder / _ADAPTER).is_file(),
@@ -234,7 +234,7 @@ def _read_decoder(
             f"{vocabulary}: ids of a decoder-only model stay as they are, and {TOKENIZER_FILE} "
             f"says which; give that file, or --vocabulary=none",
         )
-        # What the model says of its ids goes before what stands beside another tokenizer.
+        # What the model says about its ids takes precedence over files of another tokenizer.
         ids = read_bpe(vocabulary.parent, generation, fields.values)
         require(
             ids.size <= config.vocab_size,
@@ -250,7 +250,7 @@ def _read_decoder(
     ends = end_ids(given)
     pad = given.get("pad_token_id")
     bos = given.get("bos_token_id")
-    pad, bos = (None if i == -1 else i for i in (pad, bos))  # Llama's files have it for none
+    pad, bos = (None if i == -1 else i for i in (pad, bos))  # Llama's files use -1 for none
     require(
         bool(ends) and all(type(i) is int for i in [*ends, pad or 0, bos or 0]),
         f"{fields.where}: eos_token_id={ends!r:.80}, pad_token_id={pad!r:.80}, bos_token_id="
@@ -277,7 +277,7 @@ def write_decoder(
     """Writes a decoder-only model for `from_pretrained` into an existing folder.
 
     Args:
-        params: as those of `write_checkpoint`.
+        params: parameters, as in `write_checkpoint`.
         vocabulary: the model's; the files of a `tokenizer.json` are copied as they are.
         decoding: fields of `DecodingConfig` that are defaults.
 
@@ -330,11 +330,11 @@ def write_decoder(
 
 @dataclasses.dataclass(frozen=True)
 class _Tensor:
-    """A tensor of the files, made of its parameter when NumPy asks for it.
+    """A tensor of the files, made from its parameter when NumPy asks for it.
 
     Attributes:
-        leaf: the parameter, or what NumPy makes it of.
-        part: number of the expert or layer whose tensor it is; None of a whole parameter.
+        leaf: the parameter, or what NumPy makes it from.
+        part: number of the expert or layer whose tensor it is; None for a whole parameter.
         order: order of the parameter's last dimension; None leaves it.
     """
 
@@ -433,11 +433,11 @@ def write_checkpoint(
 
     Args:
         config: the model's configuration; its `precision.params` is the dtype that is written.
-        params: arrays on the host or on a device, or what NumPy makes them of, one by one
+        params: arrays on the host or on a device, or what NumPy makes them from, one by one
             (restore.py, `stored_params`).
         vocabulary: a SentencePiece model, copied to `spiece.model`.
         num_sentinels: number of sentinels that are added to its pieces.
-        added_tokens: other tokens that are added, with the sentinels where they are not T5's.
+        added_tokens: other tokens that are added, with the sentinels if they are not T5's.
         special_ids: ids of padding, end and unknown in the files.
         decoding: fields of `DecodingConfig` that are defaults.
 
@@ -456,7 +456,7 @@ def write_checkpoint(
     description |= {name: generation[name] for name in _IDS} | {"eos_token_id": special_ids[1]}
     names = family.tensor_names(config)
     if not description["tie_word_embeddings"]:
-        # What is not tied is looked up by every one of its names.
+        # A matrix that is not tied is looked up by each of its names.
         copies = [LM_HEAD] if config.tie_embeddings else []
         copies += EMBEDDINGS if config.switch else ()
         names["embedding/embedding_VD"] = (SHARED, *copies)
@@ -472,9 +472,9 @@ def write_checkpoint(
 
 
 def _start(table_VD, special_ids: Sequence[int]) -> int:
-    """Their token whose row a decoder's input begins with: row 0 here.
+    """Their token whose row begins a decoder's input: row 0 here.
 
-    That of another token where they are equal, as they are of a model that began with it;
+    The first other token whose row equals padding's, as in a model that began with it;
     otherwise padding.
     """
     theirs = their_ids(special_ids)

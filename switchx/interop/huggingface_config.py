@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face's `config.json` of T5's kin and Switch Transformers as a ModelConfig, and back.
+"""Hugging Face's `config.json` of T5's family and Switch Transformers as ModelConfig, and back.
 
 A file from elsewhere: every value is checked before anything is made from it. What the other
 side cannot express is refused with the reason, never approximated.
@@ -19,18 +19,18 @@ from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 
 @dataclasses.dataclass(frozen=True)
 class T5Kin:
-    """A family of T5's kin, by what tells it from T5.
+    """A relative of T5, by how it differs from T5.
 
     Attributes:
-        model_type: its name in config.json.
-        architecture: its class in transformers.
-        activation: that of an FFN where config.json has none, by transformers' name.
-        ffn: the module of an FFN in the names of tensors.
+        model_type: name of the family in config.json.
+        architecture: class of the family in transformers.
+        activation: activation of an FFN if config.json has none, by transformers' name.
+        ffn: module of an FFN in the names of tensors.
         has_experts: whether its blocks may be Switch layers.
-        has_bias_per_layer: whether each block has a relative bias of its own.
-        has_own_head: whether its logits have a matrix of their own, whatever config.json says.
-        unscaled_from: the release of transformers from which on it does not divide tied logits
-            by sqrt(D).
+        has_bias_per_layer: whether each block has its own relative bias.
+        has_own_head: whether its logits have their own matrix, whatever config.json says.
+        unscaled_from: first release of transformers that does not divide tied logits by
+            sqrt(D).
     """
 
     model_type: str
@@ -54,7 +54,7 @@ SWITCH = T5Kin(
     has_experts=True,
 )  # fmt: skip
 
-# Our activation -> their names of it, the one that is written first.
+# Our activation -> their names for it, the written one first.
 _ACTIVATIONS = {
     "relu": ("relu",),
     "gelu": ("gelu_new", "gelu_pytorch_tanh"),
@@ -64,7 +64,7 @@ _ACTIVATIONS = {
     "swiglu": ("gated-silu",),
 }
 _OURS = {their: our for our, theirs in _ACTIVATIONS.items() for their in theirs}
-# Their name -> ours, for what means the same; every file has these.
+# Their name -> ours, for values with the same meaning; every file has these.
 _SIZES = {
     "vocab_size": "vocab_size",
     "d_model": "d_model",
@@ -73,12 +73,12 @@ _SIZES = {
     "num_heads": "num_heads",
     "num_layers": "num_encoder_layers",
 }
-# What a hostile file may not exceed; the largest model there is has 30 blocks of 2048 experts.
+# What a hostile file may not exceed; the largest existing model has 30 blocks of 2048 experts.
 MOST_BLOCKS = 1000
 _MOST_EXPERTS = 1 << 16
 _MOST_SIZE = 1 << 31
 _MOST_EXPERTS_IN_ALL = 1 << 18
-# Slots of an expert of which none is ever the last.
+# Number of slots of an expert that is never reached.
 _UNLIMITED = 2**31 - 1
 
 
@@ -92,8 +92,8 @@ def read_config(
     the tensors have.
 
     Args:
-        tensors: names of all tensors of the checkpoint; empty uses the file's values alone.
-        overflow: what a Switch layer gives for a token whose expert is full: `drop` or another
+        tensors: names of all tensors of the checkpoint; empty uses only the file's values.
+        overflow: output of a Switch layer for a token whose expert is full: `drop` or another
             value of `RouterConfig.overflow`, see docs/checkpoints_of_others.md.
 
     Raises:
@@ -125,7 +125,7 @@ def read_config(
 
 
 def describe(config: ModelConfig) -> tuple[dict[str, Any], list[str]]:
-    """The content of `config.json`, and what a reader should know beside it.
+    """The content of `config.json`, and what a reader should also know.
 
     Raises:
         ValueError: transformers has no such model; gives all reasons.
@@ -146,7 +146,7 @@ def describe(config: ModelConfig) -> tuple[dict[str, Any], list[str]]:
         "relative_attention_max_distance": config.relative_max_distance,
         "dropout_rate": config.dropout_rate,
         "layer_norm_epsilon": config.norm_epsilon,
-        # What is tied is scaled there; what is not is written twice.
+        # Tied logits are scaled in transformers; otherwise the table is written twice.
         "tie_word_embeddings": config.tie_embeddings and config.scale_tied_logits,
         "is_encoder_decoder": True,
         "pad_token_id": 0,
@@ -169,7 +169,7 @@ def describe(config: ModelConfig) -> tuple[dict[str, Any], list[str]]:
 
 @dataclasses.dataclass(frozen=True)
 class Fields:
-    """A JSON object whose values are taken one by one, each of the type it has to have.
+    """A JSON object whose values are taken one by one, each with the required type.
 
     Attributes:
         where: the file, for messages.
@@ -190,7 +190,7 @@ class Fields:
         return self._take(name, default, expected, is_right)
 
     def experts(self, name: str, num_blocks: int, default: int | None = None) -> int:
-        """The number of experts of each of so many blocks, whose tensors can be listed."""
+        """The number of experts in each of `num_blocks` blocks, whose tensors can be listed."""
         count = self.whole(name, default, _MOST_EXPERTS)
         require(
             count * num_blocks <= _MOST_EXPERTS_IN_ALL,
@@ -201,7 +201,7 @@ class Fields:
 
     def number(self, name: str, default: float | None = None) -> float:
         def is_number(value) -> bool:
-            # An int is compared exactly; float() of a larger one overflows.
+            # An int is compared exactly; float() of a larger int overflows.
             return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
         return float(self._take(name, default, "a number", is_number))
@@ -213,7 +213,7 @@ class Fields:
         return self._take(name, default, "a text", lambda value: isinstance(value, str))
 
     def only(self, name: str, expected, reason: str) -> None:
-        """Requires that a value, where there is one, is `expected`."""
+        """Requires that a value, if there is one, is `expected`."""
         value = self.values.get(name)
         require(
             value is None or (value == expected and type(value) is type(expected)),
@@ -222,7 +222,7 @@ class Fields:
         )
 
     def activation(self, name: str, default: str) -> str:
-        """Ours, of the one that is named there."""
+        """Our name of the activation that is named there."""
         return self.our_activation(self.text(name, default))
 
     def our_activation(self, theirs: str) -> str:
@@ -246,7 +246,7 @@ def shown(value) -> str:
 
 
 def _activation(fields: Fields, kin: T5Kin, found: "_Found | None" = None) -> str:
-    """The FFN's activation; each of the names that a file has for it has to agree."""
+    """The FFN's activation; all names that a file has for it have to agree."""
     name = fields.text("feed_forward_proj", kin.activation)
     if kin.has_experts:
         # As transformers: dense_act_fn, where "gelu" is GELU's exact form.
@@ -269,12 +269,12 @@ def _activation(fields: Fields, kin: T5Kin, found: "_Found | None" = None) -> st
 
 
 def _scales_tied_logits(fields: Fields, kin: T5Kin) -> bool:
-    """Whether logits out of the embedding table are divided by sqrt(D)."""
+    """Whether logits from the embedding table are divided by sqrt(D)."""
     is_tied = fields.flag("tie_word_embeddings", True)
     if kin.unscaled_from is not None:
         version = fields.text("transformers_version", "4").partition(".")[0]
         return is_tied and not (version.isdecimal() and int(version) >= kin.unscaled_from)
-    # transformers 5 says that these embeddings are tied whatever they are.
+    # transformers 5 says that these embeddings are tied, whether or not they are.
     return is_tied if kin.has_experts else fields.flag("scale_decoder_outputs", is_tied)
 
 
@@ -402,11 +402,11 @@ def _sparse_blocks(config: ModelConfig) -> list[tuple[str, int, tuple[int, ...]]
 
 
 def sparse_blocks(num_layers: int, num_sparse: int) -> tuple[int, ...]:
-    """Numbers of the sparse blocks that transformers makes of its two counts.
+    """Numbers of the sparse blocks that transformers derives from its two counts.
 
     Its step is `num_layers // num_sparse`, and block 1 and every step-th after it are sparse:
-    1, 5, 9 of 12 with 3. A step of 1 makes all sparse. With none asked for the step is
-    `num_layers`, and block 1 is sparse all the same.
+    1, 5, 9 of 12 with 3. A step of 1 makes all sparse. If none is asked for, the step is
+    `num_layers`, and block 1 is still sparse.
     """
     step = num_layers // num_sparse if num_sparse else num_layers
     if step == 0:
@@ -415,7 +415,7 @@ def sparse_blocks(num_layers: int, num_sparse: int) -> tuple[int, ...]:
 
 
 def num_sparse(num_layers: int, blocks: tuple[int, ...]) -> int | None:
-    """A count from which transformers makes these sparse blocks, or None where none does."""
+    """A count from which transformers makes these sparse blocks, or None if there is none."""
     counts = [len(blocks), *range(num_layers + 2)]  # above num_layers, none is sparse
     return next((n for n in counts if sparse_blocks(num_layers, n) == blocks), None)
 
@@ -423,7 +423,7 @@ def num_sparse(num_layers: int, blocks: tuple[int, ...]) -> int | None:
 def switch_layers(
     config: ModelConfig, encoder: tuple[int, ...], decoder: tuple[int, ...]
 ) -> dict[str, Any]:
-    """Fields of a SwitchConfig for these sparse blocks: `every` where they are a pattern."""
+    """Fields of a SwitchConfig for these sparse blocks: `every` if they form a pattern."""
     counts = (config.num_encoder_layers, config.num_decoder_layers)
     for every in range(1, min(counts) + 1):
         ours, theirs = (tuple(range(every - 1, count, every)) for count in counts)

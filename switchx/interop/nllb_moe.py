@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """NLLB-MoE of transformers (Costa-jussà et al. 2022, arXiv:2207.04672): reading it.
 
-A pre-norm Transformer of fairseq: LayerNorm and biases everywhere, sinusoids, an embedding
-times sqrt(D), top-2 routing without drops in evaluation, gates normalized over the two. What is
-converted beside names and layouts:
+It is a pre-norm Transformer of fairseq: LayerNorm and biases everywhere, sinusoids, an
+embedding times sqrt(D), top-2 routing without drops in evaluation, gates normalized over the
+two. Besides names and layouts, these are converted:
 
-- Ids, as in every family (`special_ids.py`). There padding is 1, the end 2, unknown 3, `<s>` 0;
+- Ids, as in every family (`special_ids.py`). Their padding is 1, end 2, unknown 3, `<s>` 0;
   a decoder's input begins with the end.
-- The table is multiplied by sqrt(D) once, here, and the logits have a matrix of their own,
-  which is the unscaled table.
+- The table is multiplied by sqrt(D) once, here, and the logits have their own matrix, which is
+  the unscaled table.
 - Experts' outputs are multiplied by 1 - `moe_token_dropout` in evaluation, and so are their
   output matrices and biases here.
 
@@ -31,7 +31,7 @@ from switchx.interop.tensor_folder import (
 )
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 
-EPSILON = 1e-5  # of PyTorch's LayerNorm
+EPSILON = 1e-5  # that of PyTorch's LayerNorm
 TABLE, LM_HEAD = "model.shared.weight", "lm_head.weight"
 # Other names of the table, and sinusoids that releases before 5 saved.
 _COPIES = (LM_HEAD, "model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight")
@@ -46,7 +46,7 @@ def read_params(
     ids: tuple[tuple[int, ...], int],
     scratch: pathlib.Path | None,
 ) -> tuple[dict, ModelConfig]:
-    """The parameters of a checkpoint; `ids` are of `Family.read_ids`.
+    """The parameters of a checkpoint; `ids` are those of `Family.read_ids`.
 
     Raises:
         ValueError: tensors are missing, unexpected or of another shape, or tables differ.
@@ -73,10 +73,10 @@ def read_params(
 def read_config(
     fields: Fields, tensors: Collection[str] = (), overflow: str = "dropless"
 ) -> ModelConfig:
-    """The model that a `config.json` describes; tensors and `overflow` say nothing more.
+    """The model that a `config.json` describes; tensors and `overflow` add nothing.
 
     Raises:
-        ValueError: it asks for what we have not.
+        ValueError: it asks for what we lack.
     """
     fields.only("is_encoder_decoder", True, "NLLB has an encoder and a decoder")
     fields.only("tie_word_embeddings", True, "NLLB's logits are those of its table")
@@ -156,7 +156,7 @@ def _of_both(fields: Fields, name: str) -> int:
 
 
 def tensor_names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """The name of each of our parameters, tables apart -> theirs: one, or one an expert."""
+    """The name of each of our parameters except tables -> theirs: one, or one per expert."""
     names: dict[str, tuple[str, ...]] = {}
     for stack in ("encoder", "decoder"):
         _add(names, f"{stack}/norm", "scale_D", "bias_D", f"model.{stack}.layer_norm")

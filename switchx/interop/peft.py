@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters as PEFT saves them: `adapter_config.json` and `adapter_model.safetensors`.
 
-Hugging Face's PEFT (github.com/huggingface/peft), format of LoRA: `lora_A` is `[rank, inputs]`,
+LoRA format of Hugging Face's PEFT (github.com/huggingface/peft): `lora_A` is `[rank, inputs]`,
 `lora_B` `[outputs, rank]`, by the name of the module in the base as transformers has it. Every
-expert is a module of its own: PEFT fuses them where transformers does.
+expert is a separate module: PEFT fuses them where transformers does.
 Dims: E experts, J rank
 """
 
@@ -36,7 +36,7 @@ from switchx.models.params import abstract_params
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-# Settings that make of A and B what ours do not, and the only values that are read.
+# Settings that use A and B in ways that ours do not, and the only values that are read.
 _PLAIN = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -57,7 +57,7 @@ _PLAIN = {
     ),
 }
 _TABLES = ("lm_head", "embed_tokens", "shared")
-# First values that PEFT takes out of the base's weights, also as it loads (PiSSA, OLoRA, ...).
+# Initial values that PEFT takes out of the base's weights, also on loading (PiSSA, OLoRA, ...).
 _CHANGES_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
 
 
@@ -68,7 +68,7 @@ def write_adapters(
 
     Args:
         config, adapters: an unrolled model, and its adapters.
-        base: name or folder of the base in transformers, for whom PEFT is to find it.
+        base: name or folder of the base in transformers, by which PEFT is to find it.
 
     Raises:
         ValueError: transformers has no such model (all reasons are given).
@@ -108,7 +108,7 @@ def named_base(folder: str | os.PathLike) -> str:
 
 
 def is_made_for(folder: str | os.PathLike, base: str | os.PathLike) -> bool:
-    """Whether `write_adapters` wrote the folder for this base; raises as `named_base`."""
+    """Whether `write_adapters` wrote the folder for this base; raises like `named_base`."""
     named = named_base(folder)
     return named != "" and os.path.abspath(named) == os.path.abspath(base)
 
@@ -123,10 +123,10 @@ def read_adapters(
         base: the fields `base` and `step` of the `LoRASpec`.
 
     Returns:
-        The spec, the adapters, and sentences that a reader should know.
+        The spec, the adapters, and sentences that a user should know.
 
     Raises:
-        ValueError: a file is missing or damaged, PEFT's settings are not of plain LoRA, or
+        ValueError: a file is missing or damaged, PEFT's settings are not plain LoRA, or
             tensors are not of this base (all are named), or have numbers that are not finite.
     """
     folder = pathlib.Path(folder).expanduser()
@@ -241,7 +241,7 @@ def _orders(config: ModelConfig) -> dict[str, np.ndarray]:
 
 
 def _reordered(orders, name: str, array: np.ndarray, of_order=np.asarray) -> np.ndarray:
-    """A or B of this name with K in our order, or by `np.argsort` in that of files."""
+    """A or B of this name with K in our order, or with `np.argsort`, in that of files."""
     path, _, last = name.rpartition("/")
     order = orders.get(path.rpartition("/")[2]) if last.startswith("b_") else None
     return array if order is None else array[..., of_order(order)]

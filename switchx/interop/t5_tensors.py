@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors of T5's kin in transformers: their names, and which tables and heads are one.
+"""Tensors of T5's family in transformers: their names, and which tables and heads are shared.
 
 Dims: V vocabulary, D model, E experts, F ffn, H heads, K head size, U buckets of positions
 """
@@ -25,7 +25,7 @@ _PROJECTIONS = {"w_query_DHK": "q", "w_key_DHK": "k", "w_value_DHK": "v", "w_out
 SHARED = "shared.weight"
 LM_HEAD = "lm_head.weight"
 DECODER_LM_HEAD = "decoder.lm_head.weight"  # in switch-xxl-128
-# Further names of the embedding table, which may be there beside it or instead of it.
+# Further names of the embedding table, which may exist beside it or instead of it.
 EMBEDDINGS = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 # T5's first checkpoints have it; no model ever read it.
 UNREAD = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)
@@ -53,7 +53,7 @@ def read_params(
         ValueError: tensors are missing, unexpected or of another shape, or tables differ.
     """
     folder = tensors.folder
-    # Before it had this field, transformers 5 said that UMT5's heads are tied; none is.
+    # Before it had this field, transformers 5 said that UMT5's heads are tied; none are.
     own_head = kin.has_own_head and "scale_decoder_outputs" not in fields.values
     found = {name: shape for name, shape in tensors.shapes.items() if name not in UNREAD}
     head = DECODER_LM_HEAD if DECODER_LM_HEAD in found and LM_HEAD not in found else LM_HEAD
@@ -73,13 +73,13 @@ def read_params(
     require_whole_model(fields.values, expected, found, str(folder), _WAY_OUT)
     different = _unlike(tensors, tables[0], copies)
     if different == [head] and (own_head or not config.scale_tied_logits):
-        # T5 1.1, mT5, UMT5, saved by transformers 5: not tied, whatever the file says.
+        # T5 1.1, mT5 and UMT5 saved by transformers 5: not tied, whatever the file says.
         config = dataclasses.replace(config, tie_embeddings=False)
         names["embedding/w_logits_DV"] = (head,)
         different = []
     of_encoder, of_decoder = EMBEDDINGS
     if different and not config.tie_embeddings and of_decoder in found:
-        # shared.weight, where it is there, is equal to one of the two, or to none.
+        # shared.weight, if it exists, is equal to one of the two, or to neither.
         own = of_encoder if of_encoder in found else SHARED
         different = [SHARED] if len(_unlike(tensors, SHARED, copies)) == len(copies) > 1 else []
         config = dataclasses.replace(config, separate_embeddings=True)
@@ -98,18 +98,18 @@ def read_params(
         "embeddings, or experts; expected one id for both",
     )
     if not config.tie_embeddings:
-        config = dataclasses.replace(config, scale_tied_logits=True)  # means nothing there
+        config = dataclasses.replace(config, scale_tied_logits=True)  # has no effect here
     return read_parameters(tensors, names, config, ids, scratch), config
 
 
 def _unlike(tensors: TensorFolder, table: str, copies: list[str]) -> list[str]:
-    """Those of some tables that are not equal to another."""
+    """The copies of a table that are not equal to it."""
     table_VD = tensors.read(table) if copies else None
     return [name for name in copies if not np.array_equal(tensors.read(name), table_VD)]
 
 
 def tensor_names(kin: T5Kin, config: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """The name of each of our parameters -> theirs: one, or one an expert.
+    """The name of each of our parameters -> theirs: one, or one per expert.
 
     Args:
         config: configuration of an unrolled encoder-decoder.

@@ -2,15 +2,15 @@
 """Checkpoints of T5X, version 3: T5, T5 1.1 and flaxformer's Switch Transformers.
 
 `checkpoint_<step>/checkpoint` is `{"version": 3, "optimizer": {"target": ..., "state": ...}}`
-in msgpack; an array is there itself, or as the description of a zarr folder `target.encoder.x`
-next to it. This module reads it without TensorFlow and T5X. A place outside of the checkpoint
-that a description gives (a bucket, another folder) is not followed: its array is read from the
-checkpoint's own folder.
+in msgpack; an array is in the file itself, or as the description of a zarr folder
+`target.encoder.x` next to it. This module reads it without TensorFlow and T5X. A location
+outside the checkpoint that a description gives (a bucket, another folder) is not followed: its
+array is read from the checkpoint's own folder.
 
 There are two layouts. By layers: `target/encoder/layers_3/mlp/wi/kernel`. Scanned: the blocks
 of one run are stacked along axis 1, `target/encoder/encoder/subblock_1/mlp/wi/kernel`
-`[D, N, F]`, without `subblock_1` where every block is alike. Kernels are `[in, out]`; heads are
-joined or apart.
+`[D, N, F]`, without `subblock_1` if all blocks are alike. Kernels are `[in, out]`; heads are
+joined or separate.
 
 Dims: V vocabulary, D model, E experts, F ffn, H heads, K head size, N blocks of one scanned
 run, U buckets of relative positions
@@ -64,7 +64,7 @@ class T5XFolder:
         shapes: shape of every array below `target`, by name: `target/encoder/...`.
 
     Raises:
-        ValueError: the folder is no such checkpoint, or parts of it are missing or damaged.
+        ValueError: the folder is not such a checkpoint, or parts are missing or damaged.
     """
 
     def __init__(self, folder: pathlib.Path):
@@ -154,7 +154,7 @@ class T5XFolder:
             f"{folder}: shape {list(shape)} in chunks {list(chunks)}; expected at most "
             f"{_MOST_CHUNKS} chunks, none larger than the array",
         )
-        # A chunk that is not there would read as zeros.
+        # A missing chunk would be read as zeros.
         for indices in itertools.product(*map(range, grid)):
             chunk = separator.join(map(str, indices))
             is_there = (folder / chunk).is_file()
@@ -174,7 +174,7 @@ class T5XFolder:
 
 
 def _leaves(tree: dict[str, Any], prefix: str = ""):
-    """Names of arrays and of descriptions of arrays; what else there is is refused."""
+    """Names of arrays and of descriptions of arrays; anything else is refused."""
     if prefix.count("/") > _MOST_LEVELS:
         raise ValueError(f"target/{prefix:.60} is nested too deeply: do not use it")
     for key, value in tree.items():
@@ -195,8 +195,8 @@ class Origin:
     """Where one of our parameters is in a T5X checkpoint.
 
     Attributes:
-        name: name of their array.
-        repeat: number of the block among those stacked in the array; None where the whole array
+        name: name of the array in T5X.
+        repeat: number of the block among those stacked in the array; None if the whole array
             is the parameter.
     """
 
@@ -227,7 +227,7 @@ def origins(config: ModelConfig, found: Iterable[str]) -> dict[str, Origin]:
 
 
 def bias_names(stack: str, found: set[str]) -> list[str]:
-    """Names of a stack's relative bias: one, or one a block where blocks are scanned."""
+    """Names of a stack's relative bias: one, or one per block if blocks are scanned."""
     shared = f"target/{stack}/relpos_bias/rel_embedding"
     scanned = re.compile(rf"target/{stack}/{stack}/(subblock_\d+/)?relpos_bias/rel_embedding")
     own = sorted(filter(scanned.fullmatch, found))
@@ -235,7 +235,7 @@ def bias_names(stack: str, found: set[str]) -> list[str]:
 
 
 def _block(config, stack: str, layer: int, found: set[str]) -> tuple[str, int | None]:
-    """The folder of a block, and its number in it where blocks are scanned."""
+    """The folder of a block, and its number in it if blocks are scanned."""
     scanned = f"target/{stack}/{stack}/"
     if not any(name.startswith(scanned) for name in found):
         return f"target/{stack}/layers_{layer}", None
@@ -246,7 +246,7 @@ def _block(config, stack: str, layer: int, found: set[str]) -> tuple[str, int | 
 
 
 def _names_of_block(config: ModelConfig, stack: str, layer: int) -> dict[str, str]:
-    """Our parameters of one block -> theirs, both below the block."""
+    """Our parameters of one block -> theirs, both relative to the block."""
     attentions = {"self_attention": ("attention", "pre_attention_layer_norm")}
     if stack == "decoder":
         attentions = {
@@ -274,7 +274,7 @@ def their_shapes(parameter: str, config: ModelConfig, repeats: int | None) -> li
     """Shapes in which T5X may keep a parameter, heads joined first.
 
     Args:
-        repeats: blocks stacked in one array; None where they are not.
+        repeats: number of blocks stacked in one array; None if they are not stacked.
     """
     shape, letters = shape_of(parameter, config), letters_of(parameter)
     shapes = [shape]
@@ -298,12 +298,12 @@ _WAY_OUT = (
 def read_checkpoint(
     folder: str | os.PathLike, config: ModelConfig, scratch: pathlib.Path | None = None
 ) -> tuple[ModelConfig, dict]:
-    """Parameters out of `checkpoint_<step>`, whichever layout they are in.
+    """Parameters from `checkpoint_<step>`, whichever layout they are in.
 
-    One array at a time is in memory, all layers of a scanned one.
+    One array at a time is in memory, with all layers of a scanned one.
 
     Args:
-        config: the model, which the checkpoint itself does not tell.
+        config: the model, which the checkpoint itself does not describe.
         scratch: folder for the parameters, which are then mapped from files; None keeps them in
             memory.
 
@@ -311,7 +311,7 @@ def read_checkpoint(
         The configuration with unrolled layers, and the parameters as NumPy arrays.
 
     Raises:
-        ValueError: the folder is no checkpoint, is damaged, or holds other arrays than the
+        ValueError: the folder is not a checkpoint, is damaged, or holds other arrays than the
             model has (all are named).
     """
     reasons = not_t5(config)
@@ -348,7 +348,7 @@ def read_checkpoint(
 
 
 def _expected(config, ours: dict[str, Origin], source: T5XFolder) -> dict[str, tuple[int, ...]]:
-    """Shape of every array; of two allowed ones that which is there."""
+    """Shape of every array; of two allowed ones, the one that is found."""
     expected = {}
     for parameter, place in ours.items():
         repeats = None
@@ -384,7 +384,7 @@ def _one_bias(stack: str, source: T5XFolder) -> np.ndarray:
 
 
 def not_t5(config: ModelConfig) -> list[str]:
-    """The features of a model that T5 and Switch Transformers do not have, and theirs instead.
+    """A model's features that T5 and Switch Transformers lack, and theirs instead.
 
     Raises:
         ValueError: the module is a user's own.

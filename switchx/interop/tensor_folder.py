@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of tensors of a folder, and our parameters out of PyTorch's tensors, and back.
+"""Tensor files of a folder, and our parameters from PyTorch's tensors, and back.
 
-Safetensors, or `pytorch_model.bin` (torch_file.py) where there are none; one file, or an
-index of several, and not both where they differ. Nothing in a
-checkpoint is executed, and an index names files of its own folder alone. Names and shapes are
-read at once, tensors one by one; nothing is allocated before all names and shapes are found to
-be those of the configuration.
+Files are safetensors, or `pytorch_model.bin` (torch_file.py) if there are none; one file, or an
+index of several, and not both if they differ. Nothing in a checkpoint is executed, and an index
+names only files of its own folder. Names and shapes are read at once, tensors one by one;
+nothing is allocated before all names and shapes are found to be those of the configuration.
 
 Dims: D model, E experts, F ffn, H heads, K head size, V vocabulary
 """
@@ -38,9 +37,9 @@ _KINDS = {
     MODEL: (INDEX, ".safetensors"),
     "pytorch_model.bin": ("pytorch_model.bin.index.json", ".bin"),
 }
-# Where names or shapes are not those of config.json.
+# Remedy if names or shapes are not those of config.json.
 WAY_OUT = "use the config.json that belongs to these files, and all of the files"
-# Ends of the names of classes with a head, an early one of T5 among them.
+# Ends of the names of classes with a head, including an early one of T5.
 _WHOLE = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 _UNREAD = ("*.pt", "*.pth", "*.ckpt", "*.msgpack", "*.h5")
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -56,7 +55,7 @@ class TensorFolder:
 
     Attributes:
         shapes: shape of every tensor, by name.
-        unread: files of weights in formats that are not read.
+        unread: weight files in formats that are not read.
 
     Raises:
         ValueError: there is no file that can be read, or a file is damaged or of another
@@ -152,10 +151,10 @@ class TensorFolder:
             self.shapes[name], self._files[name] = shape, file
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor in float32: exact but for one of float64, which is rounded.
+        """A tensor in float32: exact except for float64, which is rounded.
 
         Raises:
-            ValueError: a number of it is not finite.
+            ValueError: one of its numbers is not finite.
         """
         tensor = self._files[name].read(name)
         with np.errstate(over="ignore"):
@@ -170,7 +169,7 @@ def _reader(path: pathlib.Path) -> "TorchFile | _SafetensorsFile":
 
 
 class _SafetensorsFile:
-    """One file, of which `headers` has each tensor's type and shape."""
+    """One file; `headers` has each tensor's type and shape."""
 
     def __init__(self, path: pathlib.Path):
         self._path, self._num_read = path, 0
@@ -182,14 +181,14 @@ class _SafetensorsFile:
                 "fetch or write it again"
             ) from error
         self.headers = {}
-        for name in self._file.keys():  # noqa: SIM118 - it is no dictionary
+        for name in self._file.keys():  # noqa: SIM118 - it is not a dictionary
             part = self._file.get_slice(name)
             self.headers[name] = part.get_dtype(), tuple(part.get_shape())
 
     def read(self, name: str) -> np.ndarray:
         tensor = self._file.get_tensor(name)
         self._num_read += tensor.nbytes
-        if self._num_read > _MOST_MAPPED_BYTES:  # what was read stays mapped until then
+        if self._num_read > _MOST_MAPPED_BYTES:  # what was read stays mapped until it reopens
             self._file = safe_open(self._path, framework="np")
             self._num_read = 0
         return tensor
@@ -199,7 +198,7 @@ def read_json(path: pathlib.Path, most_bytes: int = MOST_CONFIG_BYTES) -> dict[s
     """A JSON object from a file of at most `most_bytes`.
 
     Raises:
-        ValueError: the file is missing, larger, or no JSON object.
+        ValueError: the file is missing, larger, or not a JSON object.
     """
     try:
         return read_json_object(path, most_bytes)
@@ -219,8 +218,8 @@ def write_safetensors(
     A tensor that is larger has a shard of its own. One tensor is held at a time.
 
     Args:
-        tensors: names, and arrays or what NumPy makes one of: `shape`, `dtype` and `nbytes` are
-            looked at before, and the numbers as they are written.
+        tensors: names, and arrays or what NumPy makes one from: `shape`, `dtype` and `nbytes`
+            are read beforehand, the numbers only when they are written.
     """
     shards: list[dict[str, Any]] = [{}]
     used = total = 0
@@ -242,12 +241,12 @@ def write_safetensors(
 
 
 def _write_file(path: pathlib.Path, tensors: Mapping[str, Any]) -> None:
-    """One file of safetensors, to the byte as the library writes it, whose writer holds all of
-    a file in memory: the header's length, the header, the tensors' numbers."""
+    """Writes one safetensors file, to the byte as the library does, whose writer holds a whole
+    file in memory: the header's length, the header, the tensors' numbers."""
     # transformers asks for the format; the layout is PyTorch's
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    # The larger numbers first, so that all are aligned.
+    # The wider dtypes first, so that all are aligned.
     for name in sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name)):
         start, end = end, end + tensors[name].nbytes
         kind = _WRITTEN[tensors[name].dtype.name]
@@ -270,7 +269,7 @@ def write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-# Of a model that has nothing in common with its checkpoint, so many lines are enough.
+# Lines that are enough for a model that has nothing in common with its checkpoint.
 MOST_LINES = 20
 
 
@@ -320,7 +319,7 @@ def is_vector(parameter: str) -> bool:
 
 
 def _matrix_shape(parameter: str, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Inputs and outputs of a linear map, heads joined; of one expert, where there are many."""
+    """Inputs and outputs of a linear map, heads joined; of one expert, if there are many."""
     split = matrix_dims(letters_of(parameter))
     shape = shape[split.num_batch :]
     return math.prod(shape[: split.num_rows]), math.prod(shape[split.num_rows :])
@@ -339,7 +338,7 @@ def torch_shape(parameter: str, config: ModelConfig) -> tuple[int, ...]:
 def torch_shapes(
     names: Mapping[str, Iterable[str]], config: ModelConfig
 ) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor, by its name, of our parameters' names -> those of tensors."""
+    """The shape of each tensor, by its name, given our parameters' names -> tensors' names."""
     return {
         name: (1, *shape) if is_row(name) else shape
         for parameter, theirs in names.items()
@@ -349,7 +348,7 @@ def torch_shapes(
 
 
 def require_finite(tensor: np.ndarray, name: str, where: str | os.PathLike) -> None:
-    """Refuses a tensor of a file that has NaN or infinite numbers."""
+    """Refuses a tensor with NaN or infinite numbers."""
     if not tensor.size or np.isfinite(tensor.min()) and np.isfinite(tensor.max()):
         return
     count = tensor.size - np.count_nonzero(np.isfinite(tensor))
@@ -382,7 +381,7 @@ def in_dtype(name: str, array: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def on_disk(array: np.ndarray, scratch: pathlib.Path | None) -> np.ndarray:
-    """The array, mapped from a file of its own in a folder; as it is where there is none."""
+    """The array, mapped from its own file in a folder; as it is if there is no folder."""
     if scratch is None or not array.size:
         return array
     number, name = tempfile.mkstemp(dir=scratch)
@@ -392,7 +391,7 @@ def on_disk(array: np.ndarray, scratch: pathlib.Path | None) -> np.ndarray:
 
 
 def from_torch(parameter: str, config: ModelConfig, tensors: Iterable[np.ndarray]):
-    """The parameter, float arrays as they are, out of its tensors: one, or several."""
+    """The parameter, float arrays as they are, from its tensors: one, or several."""
     shape = shape_of(parameter, config)
     letters = letters_of(parameter)
     if letters == "UH" and config.relative_bias_per_layer:
@@ -422,10 +421,10 @@ def read_parameters(
 
     Args:
         names: our parameters' names -> their tensors' names.
-        ids: their special ids, and the one whose row a decoder's input begins with.
-        scratch: a folder for their files; None holds them in memory.
-        factors: what parameters are multiplied by, by the last part of their names.
-        orders: the order in which the last dimension is read, likewise.
+        ids: their special ids, and the one whose row begins a decoder's input.
+        scratch: folder for the parameters' files; None holds them in memory.
+        factors: factors of parameters, by the last part of their names.
+        orders: order in which the last dimension is read, likewise.
     """
     (special_ids, start), params = ids, {}
     for parameter, theirs in names.items():
@@ -435,7 +434,7 @@ def read_parameters(
             first = None if parameter == "embedding/w_logits_DV" else start
             value = in_our_order(value, letters.index("V"), special_ids, first)
         if (factor := factors.get(parameter.rpartition("/")[2], 1.0)) != 1.0:
-            own = value if value.flags.writeable else None  # all experts are large
+            own = value if value.flags.writeable else None  # all experts together are large
             value = np.multiply(value, np.float32(factor), out=own)
         if (order := orders.get(parameter.rpartition("/")[2])) is not None:
             value = value[..., order]
@@ -445,7 +444,7 @@ def read_parameters(
 
 
 def to_torch(parameter: str, value: np.ndarray) -> list[np.ndarray]:
-    """The tensors in PyTorch's layout that a parameter is: one, or one an expert or layer."""
+    """A parameter's tensors in PyTorch's layout: one, or one per expert or layer."""
     if value.ndim > len(letters_of(parameter)):
         return [np.ascontiguousarray(each) for each in value]
     if not is_linear(parameter):
@@ -463,7 +462,7 @@ def require_whole_model(
     where: str,
     way_out: str = WAY_OUT,
 ) -> None:
-    """`require_same_tensors`, where a class without a language model's head is named.
+    """`require_same_tensors`, but names a class that has no language model's head.
 
     Args:
         description: content of `config.json`, whose `architectures` name the class.
@@ -471,7 +470,7 @@ def require_whole_model(
     saved = description.get("architectures")
     named = [name for name in saved if isinstance(name, str)] if isinstance(saved, list) else []
     is_whole = not named or any(name.endswith(_WHOLE) for name in named)
-    if "embed_tokens.weight" in found:  # decoders have `model.` before it
+    if "embed_tokens.weight" in found:  # whole decoders have `model.` before it
         is_whole, named = False, named or ["model"]
     require(
         is_whole or expected == found,
@@ -499,7 +498,7 @@ def require_same_tensors(
         if expected.get(name) != found.get(name)
     }
     if problems:
-        # Where many are missing, those that are there say more.
+        # If many are missing, those that were found say more.
         listed = sorted(problems, key=lambda name: name not in found)[:MOST_LINES]
         listing = "\n".join(problems[name] for name in sorted(listed))
         if len(problems) > MOST_LINES:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`tokenizer.json` of the tokenizers library as the SentencePiece model that it was made from.
 
-transformers 5 writes no `spiece.model`. The file has all that such a model consists of: the
-pieces of a Unigram model (Kudo 2018, arXiv:1804.10959) and their scores, the compiled character
-map (`precompiled_charsmap`), and the added tokens. The result encodes texts in composed form
-(NFC) as the tokenizer does, but for the texts of padding, end and unknown, which stay texts,
-and U+0085, which is no space in T5's character map. Other texts may have other ids: the
-tokenizers library applies the map by grapheme, SentencePiece by code point. What the latter
-cannot do is refused with the reason.
+transformers 5 writes no `spiece.model`. The file has everything in such a model: the pieces of
+a Unigram model (Kudo 2018, arXiv:1804.10959) and their scores, the compiled character map
+(`precompiled_charsmap`), and the added tokens. The result encodes texts in composed form (NFC)
+as the tokenizer does, except for the texts of padding, end and unknown, which stay texts, and
+U+0085, which is no space in T5's character map. Other texts may have other ids: the tokenizers
+library applies the map by grapheme, SentencePiece by code point. What the latter cannot do is
+refused with the reason.
 """
 
 import base64
@@ -28,7 +28,7 @@ _MOST_BYTES = 1 << 28
 _MOST_PIECES = 1 << 21
 _SENTINEL = re.compile(r"<extra_id_[0-9]{1,6}>")
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
-# Runs of spaces, which SentencePiece makes one.
+# Runs of spaces, which SentencePiece merges into one.
 _RUNS = ({"Regex": " {2,}"}, {"String": "  "})
 _WHITE_SPACE = "\t\n\v\f\r\x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(
     map(chr, range(0x2000, 0x200B))
@@ -37,10 +37,10 @@ _WAY_OUT = "give the SentencePiece model itself, --vocabulary=FILE, or none"
 
 
 def sentencepiece_model(path: pathlib.Path, special_ids: Sequence[int] = OURS) -> bytes:
-    """The content of a `.model` file; `special_ids` are of padding, end and unknown.
+    """The content of a `.model` file; `special_ids` are those of padding, end and unknown.
 
     Raises:
-        ValueError: the file is none of a Unigram model, or asks for what SentencePiece has not.
+        ValueError: the file has no Unigram model, or asks for what SentencePiece lacks.
     """
     tokenizer = _Tokenizer(path, special_ids)
     return tokenizer.model().SerializeToString()
@@ -115,7 +115,7 @@ class _Tokenizer:
         return pieces, bool(model.get("byte_fallback"))
 
     def _add_tokens(self, pieces: list[tuple[str, float]]) -> set[int]:
-        """Adds the added tokens that are no pieces; ids of those that no text becomes."""
+        """Adds the added tokens that are not pieces; returns ids that no text becomes."""
         tokens = self.content.get("added_tokens") or []
         are_tokens = isinstance(tokens, list) and all(
             isinstance(token, dict)
@@ -159,7 +159,7 @@ class _Tokenizer:
                     pattern in _RUNS
                 ):
                     pass
-                case {"type": "Strip"}:  # of spaces, as remove_extra_whitespaces does
+                case {"type": "Strip"}:  # strips spaces, as remove_extra_whitespaces does
                     pass
                 case _:
                     self.require(
@@ -169,7 +169,7 @@ class _Tokenizer:
         return maps[0] if maps else _whitespace_map()
 
     def _check_words(self) -> None:
-        """Requires words as SentencePiece cuts them: a space before each, all others gone."""
+        """Requires words as SentencePiece splits them: a space before each, and no others."""
         steps = self._parts("pre_tokenizer", "pretokenizers")
         kinds = [step.get("type") for step in steps]
         self.require(
@@ -197,9 +197,9 @@ def _is_piece(item) -> bool:
 
 
 def _whitespace_map() -> bytes:
-    """A character map of white space alone, for a tokenizer that splits there and has none.
+    """A character map of only white space, for a tokenizer that splits there and has no map.
 
-    SentencePiece compiles maps only when it trains a model: here, one of two characters.
+    SentencePiece compiles maps only when it trains a model: here, a model of two characters.
     """
     import sentencepiece
     from sentencepiece.sentencepiece_model_pb2 import ModelProto

@@ -2,15 +2,15 @@
 """`pytorch_model.bin` without PyTorch and without unpickling.
 
 `torch.save` writes a zip of `NAME/data.pkl`, a pickle that describes the tensors, and one
-uncompressed record `NAME/data/KEY` of each storage. A pickle is a program. Here a machine of
-some thirty of its opcodes runs it, which imports and calls nothing: the only names it knows are
-those of `torch._utils._rebuild_tensor_v2`, of a parameter, of an ordered dictionary and of
-storages, and they stand for descriptions. Every other name or opcode is refused.
+uncompressed record `NAME/data/KEY` for each storage. A pickle is a program. Here it is run by a
+machine with some thirty of its opcodes, which imports and calls nothing: the only names it
+knows are those of `torch._utils._rebuild_tensor_v2`, of a parameter, of an ordered dictionary
+and of storages, and they stand for descriptions. Every other name or opcode is refused.
 
 Nothing is allocated by a number in the file before it is compared with the file's size: records
-do not overlap and lie inside of it, a tensor lies inside of its storage and has no more
-elements, and all tensors together have a few times the bytes of the file at most (a table
-may be there under four names).
+do not overlap and lie inside the file, a tensor lies inside its storage and has no more
+elements, and all tensors together have at most a few times the bytes of the file (a table may
+occur under four names).
 """
 
 import dataclasses
@@ -71,7 +71,7 @@ class TorchTensor:
 
     @property
     def span(self) -> int:
-        """Number of elements from the first to the last one."""
+        """Number of elements from the first to the last."""
         if 0 in self.shape:
             return 0
         return 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
@@ -84,7 +84,7 @@ class TorchFile:
         tensors: places of the tensors, by name.
 
     Raises:
-        ValueError: the file is no such file, is damaged, or asks for anything but tensors.
+        ValueError: the file is not such a file, is damaged, or asks for anything but tensors.
     """
 
     def __init__(self, path: pathlib.Path):
@@ -93,10 +93,10 @@ class TorchFile:
             self.tensors = self._described()
         except _Refused as error:
             raise ValueError(f"{path} {error}") from error
-        # What a damaged archive or description ends in depends on where the damage is.
+        # The error of a damaged archive or description depends on where the damage is.
         except (
             zipfile.BadZipFile,
-            RuntimeError,  # of records that are encrypted, or compressed in another way
+            RuntimeError,  # for records that are encrypted, or compressed in another way
             OSError,
             ValueError,
             LookupError,
@@ -156,11 +156,11 @@ class TorchFile:
 
 
 class _Refused(ValueError):
-    """A refused request of a file; its message is a clause whose subject is the file."""
+    """A refused request by a file; its message is a clause whose subject is the file."""
 
 
 class _BoundedFile(io.FileIO):
-    """A file of which nothing reads more at once than a directory of records needs."""
+    """A file from which no more is read at once than a directory of records needs."""
 
     def read(self, size=-1) -> bytes:
         if size < 0:
@@ -174,7 +174,7 @@ class _BoundedFile(io.FileIO):
 
 
 def _records(file: _BoundedFile) -> tuple[dict[str, tuple[int, int]], bytes]:
-    """First byte and size of each storage's record by its key, and the description."""
+    """First byte and size of each storage's record, by its key, and the description."""
     with zipfile.ZipFile(file) as archive:
         entries = archive.infolist()
     end = file.seek(0, io.SEEK_END)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The planner's input: a training step, and a layout of it over devices.
 
-A `Workload` is a job's step as shapes and bytes (`training/program.py` makes it), a `Layout` a
-mesh with its dispatcher and microbatches.
+A `Workload` is a job's step as shapes and bytes (`training/program.py` makes it), a `Layout` is
+a mesh with its dispatcher and microbatches.
 Dims: G groups, T tokens of a group, C slots of an expert and group; E experts, D model, F ffn
 """
 
@@ -41,8 +41,8 @@ class StateArray:
     Attributes:
         name: name such as `decoder/blocks/1/ffn/w_in_EDF`; a statistic has its parameter's
             name.
-        dims: dimension letters of the array; `""` where it is whole on every device.
-        itemsize: bytes of an element; half of one of int4.
+        dims: dimension letters of the array; `""` if it is whole on every device.
+        itemsize: bytes of an element; one half for int4.
         param: dimension letters and shape of the parameter that a statistic with letters
             belongs to; None otherwise.
     """
@@ -70,24 +70,24 @@ class Workload:
     """A training step.
 
     Attributes:
-        encoder_length, decoder_length: tokens of a row; `encoder_length` is 0 in a
+        encoder_length, decoder_length: number of tokens of a row; `encoder_length` is 0 in a
             decoder-only model.
-        batch_size: rows of the global batch.
+        batch_size: number of rows of the global batch.
         state: parameters and optimizer state.
         routing: function `(rows, length)` that returns (G, T, C) of a Switch layer in training.
         refusal: function `(layout, G, T)` that returns why the layout's dispatcher cannot run
             there, or None.
         task_slots: function of a layout that returns the slots of all devices for the experts
-            of their rows' tasks; None where tokens travel, or experts are not divided among
+            of their rows' tasks; None if tokens travel, or experts are not divided among
             tasks.
-        teacher: workload of a teacher that reads the same rows in a forward pass alone: its
+        teacher: workload of a teacher that only runs a forward pass on the same rows: its
             parameters, no optimizer, the capacity of evaluation; None without a teacher.
         imbalance: function of the number of devices that the experts are split over; it returns
             the largest load of a device over the mean, from measured loads
             (`moe/copy_placement.measured_imbalance`), or 1.
         has_whole_logits: whether the loss reads the logits of all tokens at once, as a
-            student's does, and not of a part at a time (`ModelConfig.num_logit_parts`).
-        writes_texts: whether evaluations write texts, on the step's mesh.
+            student's does, and not a part at a time (`ModelConfig.num_logit_parts`).
+        writes_texts: whether evaluations generate texts, on the step's mesh.
     """
 
     model: ModelConfig
@@ -104,22 +104,22 @@ class Workload:
     writes_texts: bool = False
 
     def uneven(self, layout: "Layout") -> float:
-        """The work of the busiest device's experts over the mean, where blocks are as large as
-        the rows that are sent; 1 where all experts have blocks of as many rows."""
+        """The work of the busiest device's experts over the mean, if blocks are as large as
+        the rows that are sent; 1 if all experts have blocks of equally many rows."""
         if layout.dispatcher is None or layout.has_equal_blocks:
             return 1.0
         return self.imbalance(layout.parts_of("E", "expert_params"))
 
     @property
     def taught_by(self) -> "Workload | None":
-        """`teacher`, of this batch's rows."""
+        """`teacher`, with this batch's rows."""
         if self.teacher is None:
             return None
         return dataclasses.replace(self.teacher, batch_size=self.batch_size)
 
     @property
     def tokens(self) -> int:
-        """Tokens of a batch, both stacks' rows together."""
+        """Number of tokens of a batch, over the rows of both stacks."""
         return self.batch_size * (self.encoder_length + self.decoder_length)
 
     @property
@@ -128,11 +128,11 @@ class Workload:
         return STACKS if self.model.is_encoder_decoder else ("decoder",)
 
     def length(self, stack: str) -> int:
-        """Tokens of a row in a stack; 0 where the model has none."""
+        """Number of tokens of a row in a stack; 0 if the model has no such stack."""
         return self.encoder_length if stack == "encoder" else self.decoder_length
 
     def num_layers(self, stack: str) -> int:
-        """Blocks of a stack."""
+        """Number of blocks of a stack."""
         return getattr(self.model, f"num_{stack}_layers")
 
     @functools.cached_property
@@ -152,15 +152,15 @@ class Layout:
 
     Attributes:
         dispatcher: dispatcher of the Switch layers; None for a dense model.
-        num_microbatches: parts a batch is split into, one after the other.
-        is_spread: whether experts are split over `fsdp`, too (`SPREAD_RULES`).
+        num_microbatches: number of parts of a batch that run one after another.
+        is_spread: whether experts are also split over `fsdp` (`SPREAD_RULES`).
         has_optimizer_slices: whether the optimizer state is sliced over `data` (ZeRO-1).
         schedule: schedule of the pipeline's stages.
         is_ours: whether steps run as switchx runs them: all stages compute in every tick, with
-            or without an op of their own, and compute once more before they go backward
-            (`pipeline/staged.py`); remat leaves out the products that XLA sees no use of. False
-            is another system, whose stages wait and keep what they need, and whose remat runs
-            all of a layer again.
+            or without an op of their own, and compute once more before the backward pass
+            (`pipeline/staged.py`); remat leaves out products that XLA finds unused. False is
+            for another system, whose stages wait and keep what they need, and whose remat runs
+            a whole layer again.
     """
 
     pipe: int = 1
@@ -196,7 +196,7 @@ class Layout:
 
     @functools.cached_property
     def rules(self) -> Rules:
-        """Whole experts on `model` where the dispatcher slices; `SPREAD_RULES`; or Switch's."""
+        """Whole experts on `model` if the dispatcher slices; `SPREAD_RULES`; or Switch's."""
         is_sliced = self.dispatcher is not None and DISPATCHERS[self.dispatcher].is_sliced
         rules = SPREAD_RULES if self.is_spread else SLICED_RULES if is_sliced else Rules()
         if not self.has_optimizer_slices:
@@ -220,12 +220,12 @@ class Layout:
 
     @property
     def forwards(self) -> int:
-        """Forward passes of a round, remat apart: a stage keeps its inputs alone."""
+        """Number of forward passes per round, without remat: a stage keeps only its inputs."""
         return 2 if self.pipe > 1 and self.is_ours else 1
 
     @property
     def has_equal_blocks(self) -> bool:
-        """Whether every expert computes a block of as many rows, full or empty."""
+        """Whether every expert computes a block of equally many rows, full or empty."""
         return self.dispatcher is not None and DISPATCHERS[self.dispatcher].has_equal_blocks
 
     def parts(self, axes: MeshAxes) -> int:
@@ -241,7 +241,7 @@ class Layout:
         return model.kv_heads % self.parts_of("H") != 0
 
     def kv_heads(self, model: ModelConfig) -> int:
-        """Heads of keys and values on one device: all where the axis does not divide them."""
+        """Number of key and value heads on one device: all if the axis does not divide them."""
         parts = 1 if self.has_whole_kv_heads(model) else self.parts_of("H")
         return model.kv_heads // parts
 
@@ -271,9 +271,9 @@ class Layout:
 
 
 def own_rows_axes(workload: Workload, layout: Layout) -> MeshAxes:
-    """The axes of replicas, over which microbatches' gradients are summed once a step.
+    """The axes of replicas, over which microbatches' gradients are summed once per step.
 
-    () for one microbatch without slices of the optimizer's state, and where routing groups are
+    () for one microbatch without slices of the optimizer's state, and if routing groups are
     on several replicas.
     """
     axes = replica_axes(layout, layout.rules)

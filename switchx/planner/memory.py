@@ -19,26 +19,26 @@ from switchx.planner.sparse_comm import bank_collectives
 from switchx.planner.step_comm import activation_bytes, rows_on_device, sparse_layer
 
 LOGIT_BYTES = 4
-# Arrays of V that are alive at once: logits of the tokens taken at a time, and their gradient.
+# Arrays of V that are alive at once: logits of the tokens read at a time, and their gradient.
 LOGIT_COPIES = 2
 # A teacher's logits, its probabilities, and the student's at their temperature.
 TEACHER_LOGIT_COPIES = 3
-# Arrays `[tokens, F]` that the derivative of an activation function keeps beside the values
-# before and after it: counted in programs compiled without remat. Relu has a mask.
-# gelu_exact's and geglu_exact's are not counted: those of the tanh form.
+# Arrays `[tokens, F]` that the derivative of an activation function keeps besides the values
+# before and after it, as counted in programs compiled without remat. Relu has a mask.
+# Those of gelu_exact and geglu_exact were not counted, and are taken from the tanh form.
 ACTIVATION_RESIDUALS = dict(relu=0, gelu=5, geglu=5, swiglu=2, gelu_exact=5, geglu_exact=5)
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryUse:
-    """Bytes on one device of the stage that needs the most.
+    """Bytes on one device of the stage that needs the most memory.
 
     Attributes:
-        gradients: bytes of gradients, twice the parameters' where microbatches are accumulated.
+        gradients: bytes of gradients, twice the parameters' if microbatches are accumulated.
         activations: activations kept from forward to backward, of all microbatches in flight.
-        working: buffers of the block that is being computed, with its Switch layer's.
+        working: buffers of the block being computed, including its Switch layer's.
         logits: logits of the tokens that the loss reads at a time, and their gradient.
-        gathered: parameters gathered whole where devices keep slices, copies of the slices in
+        gathered: parameters gathered whole if devices keep slices, copies of the slices in
             the products' dtype, and experts on their way to the slots of a bank and in them.
         slots: experts from other tiers (storage_tiers.py) while they are on the device.
         teacher: a teacher's parameters and logits, and what a block of its forward pass needs
@@ -57,7 +57,7 @@ class MemoryUse:
 
     @property
     def state(self) -> float:
-        """The training state: what stays from step to step, a teacher apart."""
+        """The training state: what stays from step to step, without a teacher."""
         return self.params + self.optimizer
 
     @property
@@ -75,18 +75,18 @@ def memory_use(workload: Workload, layout: Layout) -> MemoryUse:
     stacks = workload.stacks
     kept = sum(_kept(workload, layout, stack) * workload.num_layers(stack) for stack in stacks)
     if layout.pipe > 1:
-        # A tick takes one microbatch through a stage; of others the stage keeps the inputs.
+        # A tick takes one microbatch through a stage, which keeps the inputs of the others.
         kept /= layout.pipe
         for number, stack in zip(in_flight(layout, len(stacks)), stacks, strict=True):
-            # A decoder's message brings the encoder's output.
+            # A decoder's message includes the encoder's output.
             parts = stacks if stack == "decoder" else (stack,)
             kept += number * sum(activation_bytes(workload, layout, each) for each in parts)
     working = max(_block(workload, layout, stack, "none") for stack in stacks)
-    # Values and their gradients; of blocks that stand one after the other and are not computed
-    # again, the values are among those that are kept.
+    # Values and their gradients; for unrolled blocks that are not recomputed, the values are
+    # among those that are kept.
     model = workload.model
     working *= 2 if model.scan_layers or model.remat != "none" or layout.pipe > 1 else 1
-    # Each stage has a part of the targets.
+    # Each stage has a share of the targets.
     length = math.ceil(workload.decoder_length / layout.pipe)
     targets = rows_on_device(workload, layout) * length
     if not workload.has_whole_logits:
@@ -108,8 +108,8 @@ def _teacher(workload: Workload, layout: Layout, working: float) -> float:
     """Bytes of a teacher that reads a microbatch beside the model; 0 without one.
 
     Args:
-        working: bytes that the model's blocks work in. They are computed at another time than
-            the teacher's, so only what the teacher's blocks need beyond them counts.
+        working: bytes that the model's blocks work in. They are computed at a different time
+            than the teacher's, so only what the teacher's blocks need beyond that counts.
     """
     if (teacher := workload.taught_by) is None:
         return 0.0
@@ -127,7 +127,7 @@ def _teacher(workload: Workload, layout: Layout, working: float) -> float:
 
 @functools.cache
 def in_flight(layout: Layout, num_stacks: int = 1) -> tuple[int, ...]:
-    """The number of microbatches whose inputs a stage keeps, of each stack, by the schedule."""
+    """The number of microbatches whose inputs a stage keeps, per stack, by the schedule."""
     schedule = layout.schedule.build(layout.pipe, layout.num_microbatches, num_stacks)
     return schedule.num_slots
 
@@ -143,7 +143,7 @@ def state_bytes(workload: Workload, layout: Layout, kind: str) -> float:
 
 
 def updated_bytes(workload: Workload, layout: Layout) -> float:
-    """Bytes of the parameters that one device updates: its slices, where there are any."""
+    """Bytes of the parameters that one device updates: its slices, if there are any."""
     arrays = (array for array in workload.state if array.kind == "params")
     return sum(
         _stage_bytes(dataclasses.replace(array, param=(array.dims, array.shape)), layout)
@@ -202,13 +202,13 @@ def _block(workload: Workload, layout: Layout, stack: str, remat: str) -> float:
 def _attention(
     workload: Workload, layout: Layout, length: int, memory_length: int, remat: str
 ) -> float:
-    """Elements that a row keeps of one attention: residual, norm, q, weights and output at its
+    """Elements that a row keeps for one attention: residual, norm, q, weights and output at its
     tokens, k and v at those that are read.
 
     Flash attention keeps no weights.
     """
     model, heads = workload.model, layout.parts_of("H")
-    # Queries and keys are kept before their norms, too.
+    # Queries and keys are also kept before their norms.
     again = remat == "none" and model.qk_norm != "none"
     queries = (2 + again) * model.num_heads / heads * model.d_head
     keys = (2 + again) * layout.kv_heads(model) * model.d_head
@@ -229,7 +229,7 @@ def _slot_rows(workload: Workload, layout: Layout, stack: str) -> float:
 
 
 def _dense_d_ff(workload: Workload, layout: Layout, sparse: float) -> float:
-    """F of what every token passes on one device: of dense FFNs, and of the shared experts of
+    """F of what every token passes through on one device: dense FFNs, and shared experts of
     Switch layers, which are the share `sparse` of the blocks."""
     model = workload.model
     shared = (model.switch and model.switch.shared_d_ff) or 0
@@ -243,13 +243,13 @@ def _expert_d_ff(workload: Workload, layout: Layout) -> float:
 
 
 def vocabulary_parts(workload: Workload, layout: Layout) -> int:
-    """The number of parts that the logits' V is split into: 1 where it does not divide."""
+    """The number of parts that the logits' V is split into: 1 if it does not divide."""
     parts = layout.parts_of("V")
     return parts if workload.model.vocab_size % parts == 0 else 1
 
 
 def _gathered(workload: Workload, layout: Layout) -> float:
-    """Bytes of whole parameters where devices keep slices; under scan or remat, of a few."""
+    """Bytes of whole parameters if devices keep slices; under scan or remat, of only a few."""
     total = largest = 0.0
     for array in workload.state:
         axes = layout.rules.axes("D", layout, table=array.table)
@@ -265,15 +265,15 @@ def _gathered(workload: Workload, layout: Layout) -> float:
     return min(total, 3 * largest)
 
 
-# Of what a layer sends, and of its slots, a compiled step of a v5e has as many at once: on the
-# way there and, as gradients, back.
+# How many times what a layer sends, and its slots, a compiled step of a v5e holds at once: on
+# the way there and, as gradients, back.
 _SENT_AT_ONCE, _SLOTS_AT_ONCE = 3, 4
 
 
 def _copies(workload: Workload, layout: Layout) -> float:
     """Bytes of the slots for copies, or for experts of a device's tasks.
 
-    They are kept for the backward pass in the products' dtype; one layer's are on their way.
+    They are kept for the backward pass in the products' dtype; one layer's are in transit.
     """
     kept = on_their_way = 0.0
     for stack in workload.stacks:
@@ -292,8 +292,8 @@ def _copies(workload: Workload, layout: Layout) -> float:
 def _rounded(workload: Workload, layout: Layout) -> float:
     """Bytes of the copies in the products' dtype that a loop over blocks has of their slices.
 
-    The compiler makes them of all blocks at once; that copies travel and not parameters is why
-    it may (`DEFAULT_OPTIONS` of partitioning/compiler_options.py).
+    The compiler makes them for all blocks at once, which it may because copies travel and not
+    parameters (`DEFAULT_OPTIONS` of partitioning/compiler_options.py).
     """
     if not (workload.model.scan_layers and layout.rules.has_slices_of_weights(layout)):
         return 0.0

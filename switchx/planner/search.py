@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every layout of a step over a number of devices, predicted, pruned, ranked and explained.
+"""Every layout of a step over a number of devices: predicted, pruned, ranked and explained.
 
 The meshes of Fedus et al. 2021 (arXiv:2101.03961), Figure 9, with `fsdp`, SE-MoE's `node`
 and Pipeline MoE's `pipe`. `explain` says in words where a plan's time goes, how full its memory
@@ -33,7 +33,7 @@ ON_DEVICE = Storage()
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """One layout, and what a step on it is predicted to take."""
+    """One layout, and what a step on it is predicted to cost."""
 
     layout: Layout
     time: StepTime
@@ -67,9 +67,9 @@ def search(
 ) -> Search:
     """Predicts every layout over `devices` and ranks those that fit by time.
 
-    A layout takes the number of microbatches that is the fastest among those that fit. The
-    optimizer state is whole in every replica where that fits, and in slices where it does not
-    (ZeRO-1): equally many bytes travel either way.
+    A layout takes the fastest number of microbatches among those that fit. The optimizer state
+    is whole in every replica if that fits, and in slices if it does not (ZeRO-1): equally many
+    bytes travel either way.
 
     Args:
         storage: storage of the experts.
@@ -99,7 +99,7 @@ def search(
             if best is None or plan.time.step_s < best.time.step_s:
                 best = plan
             if layout.pipe == 1:
-                break  # more of them only gather weights more often
+                break  # more microbatches only gather weights more often
         if best is not None:
             plans.append(best)
         else:
@@ -121,7 +121,7 @@ def predict(
         raise ValueError(f"{TEACHER_IN_STORAGE}; use --storage=device, or DISTILLATION=None")
     use = storage_use(workload, layout, storage, hardware)
     if storage.tier != "device":
-        # Backward computes each period again from its input, whatever the model says.
+        # The backward pass recomputes each period from its input, whatever the model says.
         again = dataclasses.replace(workload.model, remat="full")
         workload = dataclasses.replace(workload, model=again)
     time = step_time(workload, layout, hardware)
@@ -139,7 +139,7 @@ def does_not_fit(plan: Plan, hardware: Hardware) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Shortage:
-    """A host's memory or disk too small for experts of its `sharing` devices, in bytes."""
+    """A host's memory or disk too small for the experts of its `sharing` devices, in bytes."""
 
     reason: str
     sharing: int
@@ -148,7 +148,7 @@ class Shortage:
 
 
 def shortage(use: StorageUse, layout: Layout, hardware: Hardware) -> Shortage | None:
-    """The host's memory or its disks, where they are too small; None where they are not."""
+    """The host's memory or its disks, if they are too small; otherwise None."""
     if use.tier == "device":
         return None
     host, disk = hardware.host, hardware.disk
@@ -167,10 +167,10 @@ def shortage(use: StorageUse, layout: Layout, hardware: Hardware) -> Shortage | 
 def layouts(
     workload: Workload, hardware: Hardware, devices: int, refused: collections.Counter
 ) -> Iterator[Layout]:
-    """Every mesh and dispatcher that divides model and batch, with one microbatch a stage.
+    """Every mesh and dispatcher that divides model and batch, with one microbatch per stage.
 
     Args:
-        refused: the counter of reasons, to which those of other meshes are added.
+        refused: counter of reasons, to which those of other meshes are added.
     """
     for sizes in factorizations(devices, len(AXES)):
         mesh = Layout(**dict(zip(AXES, sizes, strict=True)), num_microbatches=sizes[0])
@@ -216,7 +216,7 @@ def _indivisible(workload: Workload, hardware: Hardware, mesh: Layout) -> str | 
 
 
 def _undivided_experts(workload: Workload, hardware: Hardware, mesh: Layout) -> str | None:
-    """The reason why experts are not on `node` and `expert` alone; or None."""
+    """The reason why experts are not only on `node` and `expert`; or None."""
     if mesh.node * mesh.expert == 1:
         return None
     if workload.model.switch.num_experts % (mesh.node * mesh.expert):
@@ -228,7 +228,7 @@ def _undivided_experts(workload: Workload, hardware: Hardware, mesh: Layout) -> 
 
 
 def _spread(workload: Workload, mesh: Layout) -> Layout | None:
-    """The layout with experts on `fsdp`, too, where they and D divide; or None."""
+    """The layout with experts also on `fsdp`, if they and D divide; or None."""
     switch, parts = workload.model.switch, mesh.fsdp * mesh.node
     if switch is None or parts == 1 or mesh.pipe > 1:
         return None
@@ -238,7 +238,7 @@ def _spread(workload: Workload, mesh: Layout) -> Layout | None:
 
 
 def _dispatchers(workload: Workload, hardware: Hardware, mesh: Layout) -> list[str | None]:
-    """The dispatchers that are worth predicting on a mesh."""
+    """The dispatchers worth predicting on a mesh."""
     switch = workload.model.switch
     if switch is None:
         return [None]
@@ -252,7 +252,7 @@ def _dispatchers(workload: Workload, hardware: Hardware, mesh: Layout) -> list[s
 
 
 def _microbatches(workload: Workload, layout: Layout) -> Iterator[int]:
-    """Numbers of microbatches: as many as stages and doubled, while each device has rows."""
+    """Numbers of microbatches: that of stages, doubled while each device still has rows."""
     switch = workload.model.switch
     number = layout.num_microbatches
     parts = math.prod(map(layout.shape.get, BATCH))
@@ -325,7 +325,7 @@ def explain(plan: Plan, hardware: Hardware, first: Plan) -> str:
     """Explains a plan in two to four sentences.
 
     Args:
-        first: the fastest plan, which `plan` is compared with unless it is the same.
+        first: the fastest plan, with which `plan` is compared unless they are the same.
     """
     layout, time, memory = plan.layout, plan.time, plan.memory
     axes = [f"{size} {ROLES[axis]}" for axis, size in layout.shape.items() if size > 1]

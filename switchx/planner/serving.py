@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Splits of a model for generation over devices: bytes on each, and seconds of a decode step.
 
-Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 3.1, step 4. A step of decoding reads the
+Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 3.1, step 4. A decode step reads the
 weights and the cache once, so its time is their bytes on a device over the memory's bandwidth
 (Kim et al. 2022, arXiv:2211.10017, section 3.4, has this bound), and its collectives. Weights
 and cache are counted array by array, the buffers of reading a prompt by a formula.
@@ -29,7 +29,7 @@ from switchx.planner.step_time import collective_seconds
 from switchx.planner.torus import divisors
 
 MOST_DEVICES = 2**12
-# Axes that a model in use is split over.
+# Axes over which a served model is split.
 SERVING_AXES = ("data", "expert", "model")
 _SCALE_BYTES = 4
 _LOGIT_BYTES = 4
@@ -37,14 +37,14 @@ _LOGIT_BYTES = 4
 
 @dataclasses.dataclass(frozen=True)
 class ServedModel:
-    """A model in use, and the batches that it is used with.
+    """A served model, and the batches that it serves.
 
     Attributes:
         weights: parameters of the model; see `weights_of`.
         batch_size: B, the number of texts at once.
-        input_length: M, most tokens of an input.
-        max_new_tokens: most tokens of an output.
-        num_beams: L.
+        input_length: M, the maximum number of tokens of an input.
+        max_new_tokens: maximum number of tokens of an output.
+        num_beams: L, the number of beams.
     """
 
     config: ModelConfig
@@ -64,9 +64,9 @@ class Split:
     """One way to split a model, and what a device has of it.
 
     Attributes:
-        layout: axes `data`, `expert` and `model`.
-        weights, cache, working: bytes; `working` is the largest buffers of reading a prompt.
-        step_s: seconds of a decode step; 0 where the hardware is not known.
+        layout: layout over the axes `data`, `expert` and `model`.
+        weights, cache, working: bytes of each; `working` is the largest buffers of a prompt.
+        step_s: seconds of a decode step; 0 if the hardware is not known.
     """
 
     layout: Layout
@@ -95,8 +95,8 @@ class Ring:
     """A model on one device, whose experts stream to it in each call (SE-MoE, section 3.2).
 
     Attributes:
-        slots: K, layers of each stack whose experts are on the device at once.
-        weights, cache, working: bytes on the device; `weights` has two slots in it.
+        slots: K, the number of layers of each stack whose experts are on the device at once.
+        weights, cache, working: bytes on the device; `weights` includes two slots.
         streamed: number of layers of each stack that stream.
         layer_bytes: bytes of the experts of one layer.
     """
@@ -139,9 +139,9 @@ def weights_of(params, bits: int | None = None) -> tuple[StateArray, ...]:
 
 
 def splits(served: ServedModel, devices: int, hardware: Hardware | None) -> list[Split]:
-    """Every split over so many devices that divides the model and the batch, the best first.
+    """Every split over `devices` devices that divides the model and the batch, best first.
 
-    The best takes the least time a step; where the hardware is not known, the fewest bytes.
+    The best takes the least time per step; if the hardware is not known, the fewest bytes.
     """
     found = []
     for expert in divisors(devices):
@@ -162,7 +162,7 @@ def choose_split(
     """The best split whose parts fit.
 
     Args:
-        memory_bytes: bytes of memory of a device; None is no limit.
+        memory_bytes: memory of a device in bytes; None is no limit.
         sizes: sizes of the axes that the split must have; None allows any.
 
     Raises:
@@ -201,7 +201,7 @@ def choose_split(
 
 
 def choose_ring(served: ServedModel, memory_bytes: float) -> Ring:
-    """The ring of the most slots that fits one device: each is a layer less to copy.
+    """The ring with the most slots that fits one device: each slot saves copying a layer.
 
     Raises:
         ValueError: not even two slots fit; says how much is needed.
@@ -228,7 +228,7 @@ def _ring(served: ServedModel, slots: int) -> Ring:
     layer = experts / len(config.sparse_layer_names)
     streams = streamed_layers(config, slots)
     stacks = [config.sparse_layer_names[number].split()[0] for number in streams]
-    # With 8 and 4 bits a slot has packed words, and the matrices that are made of them.
+    # With 8 and 4 bits, a slot has packed words and the matrices that are made from them.
     is_packed = any("/scales" in array.name for array in served.weights)
     on_device = whole.weights - (len(streams) - (4 if is_packed else 2)) * layer
     return Ring(
@@ -237,7 +237,7 @@ def _ring(served: ServedModel, slots: int) -> Ring:
 
 
 def _near(served: ServedModel, devices: int) -> str:
-    """The nearest numbers of devices below and above that some split has."""
+    """The nearest numbers of devices, below and above, for which a split exists."""
     below = next(n for n in range(devices, 0, -1) if n == 1 or splits(served, n, None))
     above = next((n for n in range(devices, 2 * devices + 1) if splits(served, n, None)), None)
     return f"{below} or {above} devices" if above else f"{below} devices"
@@ -251,7 +251,7 @@ def _divided(served: ServedModel) -> str:
 
 
 def _mesh_refusal(served: ServedModel, layout: Layout) -> str | None:
-    """Why a model is not split so, with axes that do; None where it is."""
+    """Why a model cannot be split this way, with axes that work; None if it can."""
     for axis, size in layout.shape.items():
         if size > 1 and axis not in SERVING_AXES:
             return (
@@ -299,7 +299,7 @@ def _rows(served: ServedModel, layout: Layout) -> int:
 def _cache_bytes(served: ServedModel, layout: Layout) -> float:
     """Keys and values of the decoder's self-attention, and of its attention to the encoder."""
     config = served.config
-    # The encoder's output, or the prompt; the start token takes a new one's place.
+    # The encoder's output, or the prompt; the start token takes the place of a new token.
     places = served.max_new_tokens * served.num_beams + served.input_length
     elements = 2 * _rows(served, layout) * places * layout.kv_heads(config) * config.d_head
     return elements * config.num_decoder_layers * config.precision.compute_dtype.itemsize
@@ -321,8 +321,8 @@ def _working_bytes(served: ServedModel, layout: Layout) -> float:
 
 
 def _widest_ffn(config: ModelConfig) -> int:
-    """F that a token passes in the widest block: a dense one's, or that of the token's experts
-    and the shared one."""
+    """F that a token passes through in the widest block: a dense one's, or that of the token's
+    experts and the shared one."""
     switch = config.switch
     if switch is None:
         return config.d_ff
@@ -332,7 +332,7 @@ def _widest_ffn(config: ModelConfig) -> int:
 
 
 def _collectives_s(served: ServedModel, layout: Layout, hardware: Hardware) -> float:
-    """Seconds of a step: sums after sublayers, exchanges around Switch layers."""
+    """Seconds per step of sums after sublayers and exchanges around Switch layers."""
     config = served.config
     sublayers = config.num_decoder_layers * (3 if config.is_encoder_decoder else 2)
     tokens = _rows(served, layout) * served.num_beams

@@ -4,7 +4,7 @@
 Chen et al. 2023 (Pipeline MoE, arXiv:2304.11414), section 3.3.4; Shen et al. 2022 (SE-MoE,
 arXiv:2205.10034), section 4.2. They are counted as the dispatchers state them, before XLA
 combines those of equal groups into one instruction. `gather` and `einsum` have no formula:
-there the compiler decides.
+for these the compiler decides.
 Dims: G groups, T tokens of a group, S choices of a token, E experts, R slots for experts,
 C slots of an expert and group, D model, F feed-forward
 """
@@ -22,7 +22,7 @@ GATE_BYTES = COUNT_BYTES = 4
 
 @dataclasses.dataclass(frozen=True)
 class SparseLayer:
-    """The properties of a sparse layer that decide its communication, for the global batch.
+    """The properties of a sparse layer that determine its communication, for the global batch.
 
     Attributes:
         num_groups, tokens_per_group, num_choices, capacity: G, T, S and C.
@@ -30,7 +30,7 @@ class SparseLayer:
         is_gated, has_bias: whether an expert has gate weights, and biases.
         activation_bytes, param_bytes: bytes of one element of the activations and parameters.
         num_slots: R of a bank that is gathered from the experts (`moe/expert_copies.py`); None
-            where experts stay where they are.
+            if experts stay where they are.
         is_local: whether a device has the experts of its tokens among its slots, so that no
             token travels.
     """
@@ -74,9 +74,9 @@ class PlannedCollective:
         kind: kind of the collective, as HLO names it.
         what: description of the array, for the user.
         phase: the pass; gradients of weights are part of the backward pass.
-        axes: the mesh axes that it goes over.
+        axes: the mesh axes that it spans.
         num_bytes: bytes on one device, where the array is whole (`HloCollective.num_bytes`);
-            for a ragged all-to-all, bytes of its operand, of which only the rows with tokens
+            for a ragged all-to-all, bytes of its operand, of which only rows with tokens
             travel.
         is_operand: whether only the experts' products read the result.
     """
@@ -94,7 +94,7 @@ def sparse_layer_collectives(
 ) -> list[PlannedCollective]:
     """The collectives of one sparse layer from the plan to its output, forward and backward.
 
-    They are those without remat. The router before the plan is replicated wherever tokens are:
+    Remat is not included. The router before the plan is replicated wherever tokens are:
     over `model` its gradient needs no sum, over the batch's axes it is summed with those of all
     other parameters.
 
@@ -122,11 +122,11 @@ def sparse_layer_collectives(
 def gather_forward_collectives(
     layer: SparseLayer, mesh, rules: Rules
 ) -> list[PlannedCollective]:
-    """Collectives of a forward pass by `gather`, as the compiler makes them of its shardings.
+    """Collectives of a forward pass by `gather`, as the compiler derives them from shardings.
 
-    Slots go to the devices of their experts and back. Where F is split their outputs are
-    summed. Where groups do not divide over the devices, each device has the outputs of its
-    experts' slots alone, and tokens are summed over the devices.
+    Slots go to the devices of their experts and back. If F is split, their outputs are summed.
+    If groups do not divide over the devices, each device has only the outputs of its experts'
+    slots, and tokens are summed over the devices.
     """
     place, tokens = Placement.on(mesh, rules), layer.num_groups * layer.tokens_per_group
     slots, found = _slot_bytes(layer, place), []
@@ -149,10 +149,10 @@ def gather_forward_collectives(
 
 
 def bank_collectives(layer: SparseLayer, mesh, rules: Rules) -> list[PlannedCollective]:
-    """Weights of experts to the devices of their slots, and their gradients back.
+    """Collectives that take experts' weights to the devices of their slots, gradients back.
 
-    A device has E / P experts and R / P slots. E / P slots of each other device may be of that
-    one's own experts, so it sends R - E + E / P experts at most.
+    A device has E / P experts and R / P slots. E / P slots of each other device may be for that
+    device's own experts, so it sends at most R - E + E / P experts.
     """
     place = Placement.on(mesh, rules)
     if layer.num_slots is None or not place.experts:
@@ -211,7 +211,7 @@ def _all_to_all_of_shared_groups(
 
 
 def _hierarchical(layer: SparseLayer, place: Placement) -> list[PlannedCollective]:
-    """Twice as many as flat, of the same bytes each: inside of nodes, then between them."""
+    """Twice as many collectives as flat, of equal bytes: inside nodes, then between them."""
     slots = _slot_bytes(layer, place)
     return [
         each
@@ -245,7 +245,7 @@ _EXCHANGES = {
 
 
 def _to_experts_and_back(kind: str, axes: MeshAxes, sent: int, received: int):
-    """An exchange of `sent` bytes to the experts and `received` bytes back; both reversed."""
+    """An exchange of `sent` bytes to the experts and `received` bytes back; then reversed."""
     # Rows of a ragged exchange are put into slots before they are multiplied.
     sent_as_read = functools.partial(PlannedCollective, is_operand=kind == "all-to-all")
     return [

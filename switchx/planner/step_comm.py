@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The collectives that a whole training step runs on a layout, and their bytes.
 
-Dense layers as the compiler partitions them by the rules (Shoeybi et al. 2019,
+Dense layers are counted as the compiler partitions them by the rules (Shoeybi et al. 2019,
 arXiv:1909.08053, section 3, for `model`; Rajbhandari et al. 2020, arXiv:1910.02054, for
-`fsdp`), sparse ones as in `sparse_comm`, a pipeline's as Chen et al. 2023 (Pipeline MoE,
+`fsdp`), sparse ones as in `sparse_comm`, a pipeline as in Chen et al. 2023 (Pipeline MoE,
 arXiv:2304.11414), section 3.3.5.
 Dims: B rows of a batch, L tokens of a row, D model, H heads, F feed-forward, V vocabulary,
 N layers
@@ -40,18 +40,18 @@ from switchx.planner.weight_comm import (
 )
 
 ID_BYTES = SUM_BYTES = 4
-# Sums over the vocabulary that cross-entropy takes of each token: a maximum, a denominator,
-# the target's logit.
+# Reductions over the vocabulary per token in cross-entropy: a maximum, a denominator, the
+# target's logit.
 SOFTMAX_SUMS = 3
 
 
 def step_collectives(
     workload: Workload, layout: Layout, compute: Compute = AS_WRITTEN
 ) -> list[StepCollective]:
-    """Everything a step communicates, on one device, batches split into microbatches.
+    """Everything that one device communicates in a step, with batches split into microbatches.
 
     Args:
-        compute: the target's.
+        compute: compute rates of the target device.
 
     Raises:
         ValueError: the layout does not divide a parameter, or a formula is missing.
@@ -96,13 +96,13 @@ def rows_on_device(workload: Workload, layout: Layout) -> int:
 
 
 def activation_bytes(workload: Workload, layout: Layout, stack: str) -> int:
-    """Bytes of `[B, L, D]` of one microbatch on one device."""
+    """Bytes of one microbatch's `[B, L, D]` on one device."""
     tokens = rows_on_device(workload, layout) * workload.length(stack)
     return tokens * workload.model.d_model * workload.activation_bytes
 
 
 def sparse_layer(workload: Workload, layout: Layout, stack: str) -> SparseLayer:
-    """A Switch layer of a stack, of one microbatch."""
+    """A Switch layer of a stack, for one microbatch."""
     model, switch = workload.model, workload.model.switch
     rows = workload.batch_size // layout.num_microbatches
     groups, tokens, capacity = workload.routing(rows, workload.length(stack))
@@ -131,9 +131,9 @@ def _passes(layout: Layout, layers: float) -> float:
 
 
 def _attention(workload: Workload, layout: Layout, stack: str) -> list[StepCollective]:
-    """A sum after the heads; before them the gradient's, of queries, keys and values.
+    """A sum after the heads; before them, one of the gradients by queries, keys and values.
 
-    Where each device projects all keys and values, the gradients of these are summed instead.
+    If each device projects all keys and values, the gradients of these are summed instead.
     """
     model = workload.model
     axes = layout.rules.axes("H", layout, table="params")
@@ -147,7 +147,7 @@ def _attention(workload: Workload, layout: Layout, stack: str) -> list[StepColle
         )
 
     def keys_and_values(num_bytes):
-        """Their gradients, which devices have of the heads that their queries read."""
+        """Gradients of keys and values, which devices have for the heads their queries read."""
         num_bytes *= 2 * model.kv_heads * model.d_head / model.d_model
         heads = math.gcd(model.kv_heads, layout.parts_of("H"))
         what = "gradients of keys and values"
@@ -177,7 +177,7 @@ def _attention(workload: Workload, layout: Layout, stack: str) -> list[StepColle
 
 
 def _relative_bias(workload: Workload, layout: Layout, stack: str) -> list[StepCollective]:
-    """The bias' gradient `[H, L, L]`, summed over the batch before it is over buckets."""
+    """The bias's gradient `[H, L, L]`, summed over the batch before it is over buckets."""
     if not workload.model.has_relative_bias:
         return []
     heads = workload.model.num_heads // layout.parts_of("H")
@@ -200,7 +200,7 @@ def _dense_ffn(workload: Workload, layout: Layout, stack: str) -> list[StepColle
     own = activation_bytes(workload, layout, stack)
     summed = functools.partial(StepCollective, "all-reduce", axes=axes, num_bytes=own)
     gradients, terms = "gradients of FFN inputs", 2 if model.is_gated else 1
-    # The sum that it is a term of is kept: remat does not need it again.
+    # The sum of which it is a term is kept: remat does not need it again.
     times = count * layout.forwards
     return [
         summed("FFN outputs", count=times, part="layers", forward=count),
@@ -226,7 +226,7 @@ def _sparse(
         dispatcher = "dropless"  # all experts are on every device: only weights travel
     layer, own_axes = sparse_layer(workload, layout, stack), own_rows_axes(workload, layout)
     count, found = _passes(layout, layers), []
-    # Kernels, which multiply blocks of unequal sizes, read what the model computes in.
+    # Kernels, which multiply blocks of unequal sizes, read the model's compute dtype.
     operand_bytes = compute.operand_bytes
     if not DISPATCHERS[dispatcher].has_equal_blocks and operand_bytes < FLOAT32_BYTES:
         operand_bytes = workload.activation_bytes
@@ -235,7 +235,7 @@ def _sparse(
         is_again = each.phase == "forward" and (
             model.remat != "none" or (is_weight and model.scan_layers)
         )
-        # The layer's output is a term of a sum whose other term is kept: not needed again.
+        # The layer's output is a term of a sum whose other term is kept, so not needed again.
         is_again = is_again and each.what != "outputs"
         times = 1 if each.phase == "backward" else layout.forwards + is_again
         if is_weight and each.kind == "all-reduce":
@@ -252,7 +252,7 @@ def _sparse(
             count=count * times,
         )
         found.append(same(each.kind, each.what, part=part))
-        if each.kind == "reduce-scatter" and not is_weight:  # the rest of the model has all
+        if each.kind == "reduce-scatter" and not is_weight:  # other layers need it whole
             found.append(same("all-gather", f"whole {each.what}", part=part))
     return found
 
@@ -278,7 +278,7 @@ def _gathered(workload: Workload, layout: Layout, stack: str) -> list[StepCollec
 
 
 def _embedding(workload: Workload, layout: Layout) -> list[StepCollective]:
-    """Lookups and logits, where the table's rows or columns are on several devices."""
+    """Lookups and logits, if the table's rows or columns are on several devices."""
     model, steps = workload.model, layout.num_microbatches
     table = _token_table(workload)
     rows, columns = map(
@@ -334,7 +334,7 @@ def _pipeline(workload: Workload, layout: Layout) -> list[StepCollective]:
         sends = layout.schedule.num_ticks(
             layout.pipe, layout.num_microbatches, len(workload.stacks)
         )
-        if workload.model.is_encoder_decoder:  # whose decoder's messages have the memory
+        if workload.model.is_encoder_decoder:  # its decoder's messages include the memory
             values += activation_bytes(workload, layout, "encoder")
     collective = functools.partial(StepCollective, part="pipeline", axes=("pipe",))
     blocks = sum(

@@ -3,26 +3,26 @@
 
     step = products / (1 - bubble) + collectives + update
 
-Nothing overlaps: XLA and NCCL hide some communication behind products, so this is a bound
-from above, and `overlapped_s` (the longer of the two) one from below. The bubble is
+No overlap is assumed: XLA and NCCL hide some communication behind products, so this is an
+upper bound, and `overlapped_s` (the longer of the two) a lower one. The bubble is
 (P-1)/(v M+P-1) of the pipelined part (Narayanan et al. 2021, arXiv:2104.04473, section 2.2):
-the logits are not in it. Our stages run collectives in it, too, which are counted
-(`Layout.is_ours`); those of other systems wait as long.
+the logits are not in it. Our stages also run collectives in it, which are counted
+(`Layout.is_ours`); those of other systems wait for as long.
 
-A collective takes its bytes over the achieved bandwidth, and its messages' latencies. Switches
+A collective takes its bytes over the achieved bandwidth, plus its messages' latencies. Switches
 join rings as NCCL runs them: with n devices of a group, g of them in each node, m bytes where
-the array is whole, B the achieved bytes a second of a device and a the latency of a message,
+the array is whole, B the achieved bytes per second of a device and a the latency of a message,
 
     all-gather, reduce-scatter   (n-1)/n m / min(B_in, g B_out) + (n - n/g) a_in + (n/g) a_out
     all-reduce                   twice that
     all-to-all                   max((g-1)/n m / B_in, (n-g)/n m / B_out)
                                  + (g-1) a_in + (n-g) a_out
 
-where n > g; without the second network where n = g. On a torus (`torus.py`) a group sends
-both ways through each ring it lies along and one way and back through a line, and an
-all-to-all's bytes pass n/4 links of a ring on average, a quarter of what an all-gather of the
-same array takes. Shen et al. 2022 (SE-MoE,
-arXiv:2205.10034), section 4.2, says why the hierarchical all-to-all sends fewer messages.
+if n > g; without the second network if n = g. On a torus (`torus.py`) a group sends both ways
+through each ring it lies along and one way and back through a line, and an all-to-all's bytes
+pass n/4 links of a ring on average, a quarter of what an all-gather of the same array takes.
+Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 4.2, says why the hierarchical all-to-all
+sends fewer messages.
 Symbols: P stages, M microbatches, v chunks of a stage
 """
 
@@ -98,10 +98,10 @@ def step_time(
             each.kind, each.num_bytes, each.axes, layout, hardware
         )
         if each.kind == "ragged-all-to-all" and each.part == "exchange":
-            spent *= workload.uneven(layout)  # until the busiest device has its rows
+            spent *= workload.uneven(layout)  # time until the busiest device has its rows
         seconds[each.part] = seconds.get(each.part, 0.0) + spent
         between += spent if crosses_nodes(each.axes, layout, hardware) else 0.0
-        # It happens for every microbatch, so that a bubble stretches it.
+        # It happens for every microbatch, so a bubble stretches it.
         is_sent = each.part == "pipeline" and each.kind != "all-reduce"
         in_ticks += spent if is_sent or each.part in ("layers", "exchange") else 0.0
     compute = device_flops(workload, layout) / hardware.compute.flops_per_s
@@ -127,13 +127,13 @@ def bubble_fraction(stages: int, microbatches: int) -> float:
     """The bubble of GPipe and of 1F1B as a share of their time: (P-1)/(M+P-1).
 
     Args:
-        microbatches: M; times v chunks of an interleaved schedule.
+        microbatches: M, times the v chunks of an interleaved schedule.
     """
     return (stages - 1) / (microbatches + stages - 1)
 
 
 def device_flops(workload: Workload, layout: Layout) -> float:
-    """FLOPs of a step on one device of a stage: forward, backward, recomputed; and
+    """FLOPs of a step on one device of a stage: forward, backward and recomputation, and
     a teacher's forward pass."""
     flops = _trained_flops(workload, layout)
     if (teacher := workload.taught_by) is not None:
@@ -142,14 +142,14 @@ def device_flops(workload: Workload, layout: Layout) -> float:
 
 
 def executed_flops(workload: Workload, layout: Layout) -> float:
-    """`device_flops`, with what a stage computes in ticks in which it has no microbatch."""
+    """`device_flops` plus what a stage computes in ticks in which it has no microbatch."""
     rounds = layout.rounds / layout.num_microbatches
     idle = _trained_flops(workload, layout, has_logits=False) * (rounds - 1)
     return device_flops(workload, layout) + idle
 
 
 def _trained_flops(workload: Workload, layout: Layout, has_logits: bool = True) -> float:
-    """FLOPs of the trained model: backward takes two products where forward takes one."""
+    """FLOPs of the trained model: backward takes two products for each one of forward."""
     is_again = workload.model.remat == "full"
     flops = _flops(workload, layout, layout.forwards + 2 + is_again, 3 if has_logits else 0)
     return flops - (_not_again(workload) / layout.size if is_again and layout.is_ours else 0)
@@ -164,11 +164,11 @@ def _not_again(workload: Workload) -> float:
 
 
 def _flops(workload: Workload, layout: Layout, passes: int, passes_of_logits: int) -> float:
-    """FLOPs of so many passes through the blocks and the logits."""
+    """FLOPs of the given numbers of passes through the blocks and the logits."""
     model = workload.model
     flops = flops_per_sequence(model, workload.encoder_length, workload.decoder_length)
     rows = workload.batch_size
-    # Full slots and empty ones are computed alike.
+    # Empty slots are computed like full ones.
     blocks = flops.attention + flops.scores + flops.weighted_values + flops.cross_memory
     blocks += flops.dense_ffn
     if layout.has_whole_kv_heads(model):
@@ -180,9 +180,9 @@ def _flops(workload: Workload, layout: Layout, passes: int, passes_of_logits: in
     else:
         blocks += flops.experts * workload.uneven(layout)
     blocks = blocks * passes * rows / layout.size
-    # Not on `model`, whose devices all route the same tokens.
+    # Not divided by `model`, whose devices all route the same tokens.
     blocks += flops.router * passes * rows / (layout.size / layout.model)
-    # Stages have a part of the logits each, `model` where it splits the vocabulary.
+    # Each stage has a part of the logits, and so does `model` if it splits the vocabulary.
     replicas = layout.size / layout.model
     return blocks + passes_of_logits * flops.logits * rows / replicas / vocabulary_parts(
         workload, layout
@@ -230,7 +230,7 @@ def crosses_nodes(axes: tuple[str, ...], layout: Layout, hardware: Hardware) -> 
 
 
 def _ring(num_bytes: float, n: int, inside: "_Inside", hardware: Hardware) -> float:
-    """Seconds of one pass around the ring: every device sends all parts but one."""
+    """Seconds of one pass around the ring: every device sends all parts except one."""
     share = (n - 1) / n * num_bytes
     if inside.devices == n:
         return share / inside.ring_bytes_per_s + inside.latency_s
@@ -252,7 +252,7 @@ def _exchange(num_bytes: float, n: int, inside: "_Inside", hardware: Hardware) -
 
 @dataclasses.dataclass(frozen=True)
 class _Inside:
-    """The devices of a group that one node has, behind a switch or on a torus.
+    """The devices of a group in one node, behind a switch or on a torus.
 
     Attributes:
         lines: lines that they lie along on a torus; () behind a switch.
@@ -290,5 +290,5 @@ def _inside(axes: tuple[str, ...], layout: Layout, hardware: Hardware) -> _Insid
         return _Inside(network, devices, ())
     sides = slice_sides(min(layout.size, most), network.torus_dims)
     lines = tuple(lines_of(axes, layout, sides, network.wraps_at))
-    # Devices that do not divide over the sides of the slice are taken for one line.
+    # Devices that do not divide over the sides of the slice are treated as one line.
     return _Inside(network, devices, lines or (Line(devices, 1),))

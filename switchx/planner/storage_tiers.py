@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts beyond the device's memory: bytes by tier, traffic, what of it hides, endurance.
+"""Experts beyond the device's memory: bytes by tier, traffic, how much of it hides, endurance.
 
 SE-MoE (Shen et al. 2022, arXiv:2205.10034), section 2.1, gives the bytes of each tier for Adam
 in mixed precision, `paper_bytes`; `storage_use` counts them array by array for the optimizer
@@ -7,17 +7,17 @@ and the dtypes of a job, as training moves them:
 
     host   parameters, gradients and optimizer state of experts in host memory; a step streams
            each period through `slots` on the device, and updates period by period there
-    disk   a record an expert (parameters and optimizer state), of which the host's memory
+    disk   one record per expert (parameters and optimizer state), of which the host's memory
            caches some; a step fetches those that it touches, and updates them on the host
 
 Copies of the forward and backward pass run beside its products, those of the update do not:
 
     step = max(products + collectives, layers' copies) + max(update, its copies)
 
-where a sweep's copies are its bytes over the bandwidth, on each way by itself; with a disk also
-the copies within the host's memory, which all of a host's processors make. With a cache of c
-records and a step that touches t, the hit rate is taken to be c / t, which a policy that knows
-the order of the sweeps nearly reaches (docs/storage.md).
+where a sweep's copies are its bytes over the bandwidth, separately in each direction; with a
+disk also the copies within the host's memory, made by all of a host's processors. With a cache
+of c records and a step that touches t, the hit rate is taken to be c / t, which a policy that
+knows the order of the sweeps nearly reaches (docs/storage.md).
 Symbols: D dense and S sparse parameters, L Switch layers, N devices, a touched share (the
 paper's alpha)
 """
@@ -59,7 +59,7 @@ class Storage:
 
 @dataclasses.dataclass(frozen=True)
 class TierBytes:
-    """Bytes on one device, and of its share of its host's memory and disks."""
+    """Bytes on one device, and in its share of its host's memory and disks."""
 
     device: float
     host: float
@@ -68,15 +68,15 @@ class TierBytes:
 
 @dataclasses.dataclass(frozen=True)
 class StorageUse:
-    """Experts in storage, in one step; bytes are those of one device's experts.
+    """Costs of experts in storage in one step; bytes are those of one device's experts.
 
     Attributes:
         bytes: bytes of the experts' parameters, gradients and optimizer state and of the
             device's slots, by tier.
         touched: share of the experts that a step uses.
-        to_device, from_device: bytes over the link in a step.
-        disk_read, disk_written: bytes in a step.
-        layers_s: seconds of the copies of forward and backward pass, which run beside products.
+        to_device, from_device: bytes over the link per step.
+        disk_read, disk_written: bytes per step.
+        layers_s: seconds of copies of the forward and backward pass, which run beside products.
         update_s: seconds of the update's copies; with `disk`, of the update itself, on the
             host.
     """
@@ -92,11 +92,11 @@ class StorageUse:
     update_s: float = 0.0
 
     def hides(self, time: StepTime) -> bool:
-        """Whether the copies of forward and backward take no longer than what they hide by."""
+        """Whether the copies of forward and backward take no longer than what hides them."""
         return self.layers_s <= _layers_time(time)
 
     def day_written(self, step_s: float) -> float:
-        """Bytes a day, of one device's experts."""
+        """Bytes written per day, for one device's experts."""
         return self.disk_written / step_s * DAY_S
 
 
@@ -111,9 +111,9 @@ def paper_bytes(
     in fp32 of all.
 
     Args:
-        dense: D, of the model.
-        sparse: S, of the experts that one device is responsible for.
-        touched: a, of the experts, from 0 to 1.
+        dense: D, the dense parameters of the model.
+        sparse: S, the parameters of the experts that one device is responsible for.
+        touched: a, the touched share of the experts, from 0 to 1.
     """
     return TierBytes(
         device=16 * dense / devices + 4 * touched * sparse / layers,
@@ -171,16 +171,16 @@ def storage_use(
     read_s = read / disk.read_bytes_per_s / disk.efficiency * sharing
     written_s = written / disk.write_bytes_per_s / disk.efficiency * sharing
     to_device, from_device = 2 * touched * params, touched * stored
-    # In each of two sweeps banks are made of records and copied to the device; gradients
+    # In each of two sweeps, banks are made from records and copied to the device; gradients
     # arrive, and are put in order.
     layers_bytes = 4 * touched * stored + to_device + 3 * from_device
-    # Each record is copied into the update's loop, and changed there; its gradient is read,
-    # written, read twice (lazy_update.py). Adafactor reads matrices for its means besides.
+    # Each record is copied into the update's loop and changed there; its gradient is read,
+    # written, and read twice (lazy_update.py). Adafactor also reads matrices for its means.
     update_bytes = touched * (4 * records + 4 * stored)
     memory_bytes_per_s = hardware.host.memory_bytes_per_s * hardware.host.efficiency / sharing
     return StorageUse(
         tier=tier,
-        # Banks, and the gradients of the period that backward has reached.
+        # Banks, and the gradients of the period that the backward pass has reached.
         bytes=TierBytes(
             device=storage.slots * period_params + period_params,
             host=capacity + touched * stored,
@@ -206,7 +206,7 @@ def _in_host_memory(
     params, optimizer = (expert_bytes(workload, layout, k) for k in ("params", "optimizer"))
     period_params, period_state = _run_bytes(workload, layout)
     parts = layout.num_microbatches
-    # Forward and backward stream the weights, microbatches after the first their sums.
+    # Forward and backward stream the weights; microbatches after the first, also their sums.
     layers_in, layers_out = 2 * parts * params + (parts - 1) * params, parts * params
     update_in, update_out = 2 * params + optimizer, params + optimizer
     link = hardware.host.achieved_bytes_per_s
@@ -229,7 +229,7 @@ def _in_host_memory(
 def with_storage(
     workload: Workload, layout: Layout, use: StorageUse, time: StepTime, memory: MemoryUse
 ) -> tuple[StepTime, MemoryUse]:
-    """Time and memory of a step with experts in storage, of those with all on the device."""
+    """Time and memory of a step with experts in storage, from those with all on the device."""
     if use.tier == "device":
         return time, memory
     params, optimizer = (expert_bytes(workload, layout, k) for k in ("params", "optimizer"))
@@ -290,13 +290,13 @@ def _run_bytes(workload: Workload, layout: Layout) -> tuple[float, float]:
 
 
 def _host_share(layout: Layout, sharing: int) -> float:
-    """The part of all experts that a host stores, by each of its devices.
+    """The part of all experts that a host stores, per device of the host.
 
-    A process, one a host, stores whole experts, those that its devices have slices of; each
+    A process, one per host, stores whole experts, those of which its devices have slices; each
     once, however many devices have the same ones.
 
     Args:
-        sharing: devices of a host.
+        sharing: number of devices of a host.
     """
     axes = layout.rules.axes("E", layout, table="expert_params")
     here = [axis for axis in axes if axis != "node" or layout.size == sharing]
@@ -305,7 +305,7 @@ def _host_share(layout: Layout, sharing: int) -> float:
 
 
 def _cache_bytes(storage: Storage, model: ModelConfig, records: float, sharing: int) -> float:
-    """Bytes of records that the host caches, by each of its devices."""
+    """Bytes of records that the host caches, per device of the host."""
     if storage.host_bytes is None:
         return records
     least = records * sharing / model.num_sparse_layers

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes to propose where no layout of a step runs or fits.
+"""Changes to propose if no layout of a step runs or fits.
 
-Devices, rows, routing groups, remat, or where the experts are: a change is named only where
-the planner finds a plan with it or, of the nearest numbers of devices and rows, a layout that
+Changes of devices, rows, routing groups, remat, or where the experts are: one is named only if
+the planner finds a plan with it or, for the nearest numbers of devices and rows, a layout that
 runs.
 """
 
@@ -43,8 +43,8 @@ def no_plan_message(
     """The reason why a search found no plan, and changes that were found to work.
 
     Args:
-        others: the workload with a change of its job, by the words that say which.
-        tiers: tiers of storage that the job allows.
+        others: workloads with a change of the job, by the words that describe the change.
+        tiers: storage tiers that the job allows.
     """
     if found.smallest is None:
         reasons = sorted(found.refused.items(), key=lambda item: -item[1])
@@ -79,7 +79,7 @@ def smallest_that_fits(
 def workable_devices(
     workload: Workload, hardware: Hardware, devices: int, storage: Storage = ON_DEVICE
 ) -> list[int]:
-    """The nearest numbers of devices, below and above, that some mesh has.
+    """The nearest numbers of devices, below and above, for which a mesh exists.
 
     `pipe` and the axes that split the batch divide its rows, `model` heads and d_ff: few do.
     """
@@ -94,7 +94,7 @@ def workable_devices(
 
 
 def _runs(workload: Workload, hardware: Hardware, devices: int, storage: Storage) -> bool:
-    """Whether some layout of the devices runs, be it too large for them."""
+    """Whether some layout of the devices runs, even if it is too large for them."""
     found = _outcomes(workload, hardware, devices, storage)
     return hardware.is_whole(devices) and any(isinstance(each, Plan) for each in found)
 
@@ -102,7 +102,7 @@ def _runs(workload: Workload, hardware: Hardware, devices: int, storage: Storage
 def _outcomes(
     workload: Workload, hardware: Hardware, devices: int, storage: Storage
 ) -> Iterator[Plan | ValueError]:
-    """The plan of each layout that a dispatcher can run on, or why there is none."""
+    """The plan of each layout on which a dispatcher can run, or why there is none."""
     for layout in layouts(workload, hardware, devices, collections.Counter()):
         if refusal_of(workload, layout, hardware) is None:
             try:
@@ -129,7 +129,7 @@ def _ways_to_run(
 
 
 def _error(workload: Workload, hardware: Hardware, devices: int, storage: Storage) -> str:
-    """The reason why a layout is refused, with the way out that its message has."""
+    """The reason why a layout is refused, with the remedy in its message."""
     for each in _outcomes(workload, hardware, devices, storage):
         if isinstance(each, ValueError):
             return str(each).partition("; use ")[2] or str(each).rpartition("; ")[2]
@@ -185,7 +185,7 @@ def _other_tiers(
     storage: Storage,
     tiers: Sequence[str],
 ) -> list[str]:
-    """The first of the other tiers with which it fits, as an option of `switchx plan`."""
+    """The first other tier with which the step fits, as an option of `switchx plan`."""
     for tier in tiers:
         elsewhere = dataclasses.replace(storage, tier=tier)
         if tier != storage.tier and search(workload, hardware, devices, elsewhere).plans:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The axes of a mesh along the sides of a TPU slice, and the links that they get there.
 
-A slice of a torus is a box of devices. A side is a ring where it is long enough for its ends to
-be joined, else a line. An axis takes whole sides where its size is their product, as many as it
-can, the innermost axis first, as JAX' `mesh_utils.create_device_mesh` does; otherwise parts of
-sides, which are lines whatever the side is. Where an axis inside of it has a part of the same
-side, its devices are not neighbours, and groups beside each other share the links between them.
+A slice of a torus is a box of devices. A side is a ring if it is long enough for its ends to
+be joined, else a line. An axis takes whole sides if its size is their product, as many as it
+can, the innermost axis first, as JAX's `mesh_utils.create_device_mesh` does; otherwise parts of
+sides, which are lines whatever the side is. If an axis inside it has a part of the same side,
+its devices are not neighbours, and adjacent groups share the links between them.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class Line:
 
 @functools.cache
 def slice_sides(devices: int, dims: int) -> tuple[int, ...]:
-    """The most cubic slice of so many devices, its sides ascending."""
+    """The most cubic slice of this number of devices, its sides ascending."""
     found = [sides for sides in factorizations(devices, dims) if list(sides) == sorted(sides)]
     return min(found, key=sum)
 
@@ -44,7 +44,7 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def factorizations(number: int, factors: int) -> Iterator[tuple[int, ...]]:
-    """Every way to write a number as an ordered product of so many factors."""
+    """Every way to write a number as an ordered product of `factors` factors."""
     if factors == 1:
         yield (number,)
         return
@@ -86,14 +86,14 @@ def _parts(shape: tuple[tuple[str, int], ...], sides: tuple[int, ...]) -> dict[s
 
 
 def _taken(size: int, left: list[int]) -> list[tuple[int, int]]:
-    """(side, devices along it) that an axis takes of what is left: whole ones, or parts."""
+    """(side, devices along it) that an axis takes of what is left: whole sides, or parts."""
     sides = [side for side, rest in enumerate(left) if rest > 1]
     for count in range(len(sides), 0, -1):
         for chosen in itertools.combinations(sides, count):
             if math.prod(left[side] for side in chosen) == size:
                 return [(side, left[side]) for side in chosen]
     found = []
-    # A side that the axis divides, the shortest one; otherwise what it has in common with most.
+    # The shortest side that the axis divides; otherwise by the largest common divisor.
     for side in sorted(sides, key=lambda side: (-math.gcd(size, left[side]), left[side])):
         if (common := math.gcd(size, left[side])) > 1:
             found.append((side, common))

@@ -4,9 +4,9 @@
 Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054): slices of D over `fsdp` are gathered and their
 gradients scattered (stage 3); what an optimizer keeps in slices over replicas has its gradients
 scattered to them, and new parameters gathered (stage 1, `into_slices`).
-Not modelled: a TPU's compiler reduces a gradient whole and then slices it where a slice is no
-multiple of a tile (8 by 128 of float32), as Switch-C's 2,080 columns over 32 devices are, or
-where it combined the sum with that of a small array.
+Not modelled: a TPU's compiler reduces a gradient whole and then slices it if a slice is not a
+multiple of a tile (8 by 128 of float32), as with Switch-C's 2,080 columns over 32 devices, or
+if it combined the sum with that of a small array.
 Dims: N layers, L tokens, E experts, D model, F feed-forward
 """
 
@@ -22,7 +22,7 @@ from switchx.planner.layout import Layout, Workload, local_shape, own_rows_axes
 GRADIENT = "gradient of "
 TOKEN_TABLE, LOGITS_MATRIX = "embedding/embedding_VD", "embedding/w_logits_DV"
 FLOAT32_BYTES = 4
-# The target of a compiler that sends arrays as the program is written.
+# The target of a compiler that sends arrays as the program states it.
 AS_WRITTEN = Compute(math.inf, 1.0, "no device")
 
 
@@ -41,7 +41,7 @@ class StepCollective:
         terms: terms of one sum that CPU reduces one by one; elsewhere XLA adds them first.
         by_compiler: whether XLA inserts it because of a sharding; on CPU it has no
             reduce-scatter.
-        forward: how many of `count` are in the forward pass, without remat's recomputation.
+        forward: number out of `count` in the forward pass, without remat's recomputation.
         narrower: bytes of the gradient over bytes of the parameter, below 1 where gradients are
             summed in the dtype of products.
     """
@@ -82,12 +82,12 @@ def weight_collectives(
         gathered = tuple(axis for axis in split if axis in batch)
         what = array.name.rsplit("/", 1)[-1]
         gradient = f"gradient of {what}"
-        # A block's products are of the dtype that it computes in, and so are sums of them.
+        # A block's products have the dtype that it computes in, and so do sums of them.
         is_computed = array.is_in_blocks and "router" not in what
         narrower = min(1, workload.activation_bytes / array.itemsize) if is_computed else 1
         if gathered and array.name != "embedding/positions_LD":  # looked up (`_embedding`)
             whole = one * layout.parts(gathered)
-            # A scale or a bias is in no product; the router's are of float32's precision.
+            # A scale or a bias is in no product; the router's products are in float32.
             is_operand = len(array.dims.removeprefix("N")) > 1 and "router" not in what
             share = min(1, compute.operand_bytes / array.itemsize) if is_operand else 1
             is_again = array.is_in_blocks and (model.remat != "none" or model.scan_layers)
@@ -104,10 +104,10 @@ def weight_collectives(
         is_table = array.name == TOKEN_TABLE
         terms = len(workload.stacks) + model.tie_embeddings if is_table else 1
         if is_table and layout.pipe > 1 and layout.is_ours:
-            rounds, terms = rounds * terms, 1  # in conditionals of their own: summed apart
+            rounds, terms = rounds * terms, 1  # in separate conditionals: summed separately
         elif compute.sums_after_loops and not (is_table or gathered or model.scan_layers):
             rounds = 1
-        # All stages have what is in no block; those of other systems only the tied table.
+        # All stages have what is in no block; in other systems, only the tied table.
         is_shared = not array.is_in_blocks and (layout.is_ours or is_table)
         stages = ("pipe",) if layout.pipe > 1 and is_shared else ()
         found += gradient_sums(
@@ -130,7 +130,7 @@ def gradient_sums(
     """All-reduces of a parameter's gradients: some in every round, those over replicas once.
 
     Args:
-        own: mesh axes that `own_rows_axes` returns; over them, gradients are summed once a
+        own: mesh axes that `own_rows_axes` returns; over them, gradients are summed once per
             step.
         once: number of such parameters on a device.
         rounds: number of times that they are used in a step.
@@ -156,7 +156,7 @@ def gradient_sums(
 def into_slices(found: list, workload: Workload, layout: Layout) -> list:
     """A step's collectives with gradients scattered to slices, and new parameters gathered.
 
-    Gradients are scattered once a step; where routing groups are on several replicas, in every
+    Gradients are scattered once per step; if routing groups are on several replicas, in every
     microbatch, as the compiler does it.
 
     Args:
@@ -202,7 +202,7 @@ def _slice_of(each, shapes: dict, layout: Layout) -> OptimizerSlice | None:
 
 
 def _shapes(workload: Workload) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Letters and sizes by the names that gradients have: `w_in_DF`; of experts `w_EDF`."""
+    """Letters and sizes by the names of gradients: `w_in_DF`, or for experts `w_EDF`."""
     shapes = {
         array.name.rsplit("/", 1)[-1]: (array.dims, array.shape)
         for array in workload.state

@@ -2,8 +2,8 @@
 """What is sent: JSON, server-sent events, texts in pieces, and the answers of `/v1/generate`.
 
 An answer is sent whole, or streamed as server-sent events (https://html.spec.whatwg.org,
-section 9.2): `tokens` for new ones, `answer` for what an input got, `done` at the end, `error`
-instead of it. A search has no tokens before its end, so it sends answers alone.
+section 9.2): `tokens` for new tokens, `answer` for an input's answer, `done` at the end, or
+`error` in its place. A search has no tokens before its end, so it only sends answers.
 """
 
 import dataclasses
@@ -26,18 +26,18 @@ from switchx.serving.request_queue import Answer, Event
 from switchx.serving.requests import GenerateRequest, read_request
 from switchx.serving.service import Events
 
-# Tokens that the text of the next one is read behind; a character has four bytes at most.
+# Tokens after which the text of the next one is read; a character has at most four bytes.
 CONTEXT = 8
 
 
 def encoded(content: Any) -> bytes:
-    """JSON in UTF-8, half of a surrogate pair as its escape.
+    """JSON in UTF-8, with half of a surrogate pair as its escape.
 
     Raises:
-        ValueError: there is an infinity or a NaN in it.
+        ValueError: the content has an infinity or a NaN.
     """
     text = json.dumps(content, ensure_ascii=False, allow_nan=False)
-    # What cannot be encoded occurs in texts alone, where a backslash escapes it.
+    # What cannot be encoded occurs only in texts, where a backslash escapes it.
     return text.encode("utf-8", errors="backslashreplace")
 
 
@@ -48,8 +48,8 @@ class JSONResponse(responses.JSONResponse):
 
 @dataclasses.dataclass(frozen=True)
 class Behind:
-    """Texts of tokens that follow a prompt's: decoders of Llama 2 and Mixtral cut the space
-    that a text begins with, and here none begins."""
+    """Texts of tokens that follow a prompt's: decoders of Llama 2 and Mixtral strip a text's
+    leading space, but here no text begins."""
 
     vocabulary: Vocabulary
     prompt: Sequence[int]
@@ -61,15 +61,15 @@ class Behind:
 
 
 class GrowingText:
-    """The text of an answer while it grows, up to the first of some strings that stop it.
+    """The text of an answer while it grows, up to the first of its stop strings.
 
-    What is given out is never taken back: half a character is kept, and so is the beginning of
-    a stop string, until it is clear what they are. Where a later token changes the text of
-    earlier ones, nothing further is given out.
+    What was given out is never taken back: half a character or the beginning of a stop string
+    is held back until it is clear what it is. If a later token changes the text of earlier
+    ones, nothing further is given out.
 
     Attributes:
-        text: all that was given out.
-        is_stopped: a stop string came; the text ends before it.
+        text: all text that was given out.
+        is_stopped: whether a stop string occurred; the text ends before it.
     """
 
     def __init__(self, vocabulary: Vocabulary | Behind, stops: Sequence[str] = ()):
@@ -90,7 +90,7 @@ class GrowingText:
         return new
 
     def num_tokens(self, tokens: Sequence[int]) -> int:
-        """Tokens up to the one that ended the stop string, or all."""
+        """Number of tokens up to the one that completed the stop string, or of all."""
         number = self._stops.num_tokens(tokens, is_last=True) if self.is_stopped else None
         return len(tokens) if number is None else number
 
@@ -99,9 +99,9 @@ class GrowingAnswer:
     """The answer of one row while it grows: its text, and its tokens up to a stop string.
 
     Attributes:
-        vocabulary: what decodes its tokens, or None.
-        hypotheses: the answer's hypotheses, the best first; empty before its end.
-        hypothesis: the best hypothesis so far.
+        vocabulary: decoder of its tokens, or None.
+        hypotheses: hypotheses of the answer, the best first; empty before its end.
+        hypothesis: best hypothesis so far.
         num_tokens: number of tokens that were sent.
     """
 
@@ -115,7 +115,7 @@ class GrowingAnswer:
     def grow(self, event: Event, events: Events) -> tuple[Hypothesis, str | None]:
         """The new part of the answer: tokens with their log-probabilities, and characters.
 
-        A stop string ends the decoding. Answers are counted here, as they are given out.
+        A stop string ends decoding. Answers are counted here, as they are given out.
         """
         hypothesis, is_last = said_so_far(event), isinstance(event, Answer)
         text = self._text and self._text.grow(hypothesis.tokens, is_last=is_last)
@@ -188,7 +188,7 @@ class GenerateForm:
         *,
         is_one: bool = False,
     ) -> dict[str, Any]:
-        """The JSON of the input of row `number`, or with `is_one` of one of its samples."""
+        """The JSON of the input of row `number`, or with `is_one`, of one of its samples."""
         settings, vocabulary = wanted.settings, self._model.vocabulary
         stops = StopStrings(vocabulary, wanted.stops) if wanted.stops else None
         if settings.best_of is not None:
@@ -205,11 +205,11 @@ class GenerateForm:
 
 
 def experts_json(model: Model, prompt: list[int], hypothesis: Hypothesis) -> dict[str, Any]:
-    """The experts that each token of an answer chose, layer by layer; none of a last token
+    """The experts that each token of an answer chose, layer by layer; none for a last token
     that was not read."""
     config, tokens, vocabulary = model.config, hypothesis.tokens, model.vocabulary
     first = 1 if config.is_encoder_decoder else len(prompt)  # after the start token
-    chosen = slice(config.switch.router.num_selected)  # of the ranks
+    chosen = slice(config.switch.router.num_selected)  # the first ranks
     routing_NTS = hypothesis.routing["decoder"][:, first : first + len(tokens)]
     expert_NTS = routing_NTS[..., chosen].astype(int)
     layers = {
@@ -227,14 +227,14 @@ def experts_json(model: Model, prompt: list[int], hypothesis: Hypothesis) -> dic
 
 
 def said_so_far(event: Event) -> Hypothesis:
-    """All of an input's answer so far; without log-probabilities its score is not known."""
+    """All of an input's answer so far; without log-probabilities its score is unknown."""
     if isinstance(event, Answer):
         return event.hypothesis
     return event.so_far or Hypothesis(event.tokens, 0.0, False)
 
 
 def reason_of(hypothesis: Hypothesis) -> str:
-    """The reason why the answer ends, in OpenAI's words."""
+    """The reason why the answer ends, in OpenAI's terms."""
     return "stop" if hypothesis.is_finished else "length"
 
 
@@ -242,12 +242,12 @@ def logprobs_json(vocabulary, tokens, hypothesis, number: int, offset: int = 0, 
     """Returns OpenAI's form of the tokens from `first` on: texts, log-probabilities and
     offsets.
 
-    A token that has no text of its own, as half a character or an id that the tokenizer has
-    not, is `token_id:N` among the likeliest.
+    A token that has no text of its own, such as half a character or an id unknown to the
+    tokenizer, is `token_id:N` among the most likely ones.
 
     Args:
         hypothesis: a `Hypothesis` or `Score` of the tokens.
-        number: number of likeliest tokens; the token itself is always among them.
+        number: number of most likely tokens; the token itself is always among them.
         offset: offset of the first character.
     """
 
@@ -261,7 +261,7 @@ def logprobs_json(vocabulary, tokens, hypothesis, number: int, offset: int = 0, 
     for place, token in enumerate(tokens[first:], first):
         # A token's text may depend on those before it, not on all of them.
         start = max(0, place - CONTEXT)
-        while start and not decoded(tokens[start:place]):  # pieces of characters alone
+        while start and not decoded(tokens[start:place]):  # only parts of characters
             start = max(0, start - CONTEXT)
         length = len(decoded(context := tokens[start:place]))
         kept = top[place] if top else None
@@ -274,7 +274,7 @@ def logprobs_json(vocabulary, tokens, hypothesis, number: int, offset: int = 0, 
             named[text if is_own else f"token_id:{other}"] = value
             if other == token:
                 texts.append(text)
-        # As OpenAI has it: null for the first token of a text, which nothing predicts.
+        # As in OpenAI's API: null for the first token of a text, which nothing predicts.
         top_texts.append(None if own[place - first] is None else named)
         offsets.append(offsets[-1] + len(texts[-1]))
     return {

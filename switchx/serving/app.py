@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The routes, who may ask them, and what is written down of each request.
+"""The routes, who may use them, and what is logged about each request.
 
 POST /v1/generate                       texts or token ids in, answers out
 POST /v1/completions, GET /v1/models    as OpenAI's clients ask
-POST /v1/chat/completions               of models with a chat template
-/healthz, /health, /healthz/ready       of probes: no limit and no token holds them up
-/metrics, /version, /                   Prometheus' text, versions, a page to try it in
+POST /v1/chat/completions               for models with a chat template
+/healthz, /health, /healthz/ready       for probes: no limit and no token applies to them
+/metrics, /version, /                   Prometheus's text, versions, a page to try it in
 """
 
 import asyncio
@@ -43,16 +43,16 @@ from switchx.serving.service import Service
 from switchx.serving.versions import versions
 
 LOG = logging.getLogger(__name__)
-# A line of JSON for each request; `switchx serve --access_log` says where they go.
+# One line of JSON per request; `switchx serve --access_log` says where they go.
 ACCESS_LOG = logging.getLogger("switchx.access")
-# Of a client that disconnected before the answer: it is counted, not sent.
+# Status for a client that disconnected before the answer: it is counted, not sent.
 DISCONNECTED = 499
 HEALTH = ("/healthz", "/healthz/ready", "/health")
 _REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches it."""
+    """Whether only this machine can reach the host."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -68,13 +68,13 @@ def make_app(
     """The ASGI application of some models.
 
     Args:
-        token: bearer token that all routes but those of health, `/version` and the page
-            require, as `Authorization: Bearer TOKEN`; None requires none.
-        hosts: names of this server, beside those of this machine alone, that a request's
-            `Host` may have; None allows any. A server without a token that listens on this
-            machine alone has to look at it: a page in a browser may have a name that leads
-            here (DNS rebinding).
-        num_connections: returns the number of open connections.
+        token: bearer token that all routes except health, `/version` and the page require, as
+            `Authorization: Bearer TOKEN`; None requires none.
+        hosts: names of this server, besides those of only this machine, that a request's
+            `Host` may have; None allows any. A server without a token that listens only on
+            this machine has to check it: a page in a browser may have a name that leads here
+            (DNS rebinding).
+        num_connections: function that returns the number of open connections.
     """
 
     def require_token(request: Request) -> None:
@@ -151,10 +151,10 @@ def _model_json(service: Service) -> dict:
 
 def _health_routes(models: Models) -> list[Route]:
     async def show_health(request: Request) -> Response:
-        """200 while the workers live; what they are doing.
+        """200 while the workers live; says what they are doing.
 
-        Of each model the programs that are compiled, with most inputs at a time, and the
-        number of shapes whose further ones are compiled without being asked for.
+        For each model, it lists the compiled programs, with most inputs at a time, and the
+        number of shapes whose further programs are compiled without being asked for.
         """
         is_alive = models.is_alive
         status = {"alive": is_alive, "ready": models.is_ready, "draining": models.is_draining}
@@ -178,12 +178,12 @@ def _health_routes(models: Models) -> list[Route]:
 
 
 class Entrance:
-    """An ASGI application around the routes: every request passes it, and every response.
+    """An ASGI application around the routes, through which all requests and responses pass.
 
-    A request gets an id, its own `X-Request-Id` or a new one, and is counted and written down.
+    A request gets an id, its own `X-Request-Id` or a new one, and is counted and logged.
     Without one of the allowed hosts, or with too many connections, it gets no further. A
-    connection whose request has not been read to its end closes with the response, since what
-    comes next on it is the rest of a body.
+    connection whose request was not read to its end closes with the response, since what comes
+    next on it is the rest of a body.
     """
 
     def __init__(self, app, models: Models, hosts, num_connections: Callable[[], int]):
@@ -243,7 +243,7 @@ class Entrance:
                 ACCESS_LOG.info("%s", json.dumps(record))
 
     def _refusal(self, headers: Headers) -> Refusal | None:
-        """Why a request may not pass."""
+        """The reason why a request may not pass, or None."""
         if self._hosts is not None:
             host = _host_name(headers.get("host", ""))
             if not is_loopback(host) and host not in self._hosts:
@@ -295,8 +295,8 @@ class Endpoint:
     """An ASGI application that answers texts; see `Route`.
 
     Args:
-        make_form: makes the form of a service, which reads bodies and sends answers, whole or
-            as a stream.
+        make_form: function that makes a service's form, which reads bodies and sends answers,
+            whole or as a stream.
     """
 
     def __init__(
@@ -312,9 +312,9 @@ class Endpoint:
         self._require_token(request)
         with self._models.admitted():
             body = await read_body(request, self._models.limits)
-            # Beside the loop: a long text does not keep others waiting.
+            # Off the event loop, so that a long text does not keep others waiting.
             values = await run_in_threadpool(json_object, body)
-            # From here on the request is this service's, also when another takes its name.
+            # From here on the request is this service's, even if another takes its name.
             service = self._models.named(values.get("model"))
             with service.admitted():
                 await self._answer(request, values, service, send)

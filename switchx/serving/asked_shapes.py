@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server was asked for, for the next one of the same model to compile first."""
+"""Shapes a server was asked for, which the next server of the model compiles first."""
 
 import dataclasses
 import json
@@ -21,14 +21,14 @@ _FLAGS = ("is_sampling", "has_processors", "is_recorded")
 
 
 def history_of(fingerprint: str) -> pathlib.Path:
-    """The file of a model, in the user's own cache."""
+    """The file for a model, in the user's own cache."""
     return cache_dir() / "served" / f"{fingerprint[:32]}.json"
 
 
 def read_shapes(path: pathlib.Path, limits: Limits) -> list[ProgramShape]:
     """Shapes that a server was asked for and that these limits allow, the most wanted first.
 
-    There are none where the file is missing or none of ours: it saves time alone.
+    There are none if the file is missing or not ours: it only saves time.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -62,7 +62,7 @@ def keep_asked(asked: Iterable[tuple[str, Counter[ProgramShape]]]) -> None:
 
 
 def _checked(values: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a shape; what is no number of its kind would end the worker that compiles it.
+    """Fields of a shape; a value of a wrong type would end the worker that compiles it.
 
     Raises:
         TypeError: a value is of another type.

@@ -2,9 +2,9 @@
 """`/v1/chat/completions` as OpenAI's clients ask (its API reference, Chat).
 
 A conversation becomes a prompt by the template of the model's folder, in Jinja's sandbox, with
-what Hugging Face gives to such templates. All else is a completion (completions.py). Texts of
-messages are texts: one that the tokenizer would take for a special token is refused, since it
-would end a turn, or begin another.
+what Hugging Face provides to such templates. The rest is a completion (completions.py). Texts
+of messages are plain text: one that the tokenizer would take for a special token is refused,
+since it would end a turn, or begin another.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from switchx.serving.requests import WholePrompt, excerpt, fields_of, wrong
 from switchx.serving.service import Events
 
 ROLES = ("system", "developer", "user", "assistant")
-# Fields that are not those of completions, or mean something else; values that ask for nothing.
+# Fields that completions lack, or that mean something else; values that ask for nothing.
 UNSUPPORTED = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -83,14 +83,14 @@ class ChatForm(CompletionForm):
             raise dataclasses.replace(refusal, field=field, message=message) from None
 
     def _room_behind(self, prompt: list[int], limits: Limits) -> int:
-        """The most new tokens of an answer, that the server gives and the model has places
-        for."""
+        """The maximum number of new tokens of an answer that the server gives and the model
+        has positions for."""
         config, most = self._model.config, limits.max_new_tokens
         needed = positions_needed(config, len(prompt), most)
         return most if needed is None else max(1, most - max(0, needed - config.max_length))
 
     async def stream(self, wanted: CompletionRequest, events: Events) -> AsyncIterator[bytes]:
-        """A chunk that says who speaks, and then those of a completion."""
+        """A chunk that says who speaks, and then the chunks of a completion."""
         for index in range(wanted.num_choices):
             delta = {"role": "assistant", "content": ""}
             choice = {"index": index, "delta": delta, "finish_reason": None}
@@ -125,8 +125,8 @@ class ChatForm(CompletionForm):
 
 
 def prompt_of_chat(model: Model, messages: list[dict[str, str]]) -> WholePrompt:
-    """Token ids of a conversation, and of the head of the answer: the template's alone, which
-    writes a start itself where the model is to read one.
+    """Token ids of a conversation, and of the head of the answer: only the template's, which
+    itself writes a start if the model should read one.
 
     Raises:
         Refusal: 400, the model has no template, or its template refuses the messages.
@@ -150,7 +150,7 @@ def prompt_of_chat(model: Model, messages: list[dict[str, str]]) -> WholePrompt:
 
 @functools.lru_cache(maxsize=8)
 def compiled_template(text: str) -> jinja2.Template:
-    """A template with the functions, filters and spaces of Hugging Face's."""
+    """A template with the functions, filters and white space rules of Hugging Face's."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlocks, loopcontrols]
     )
@@ -172,8 +172,8 @@ def compiled_template(text: str) -> jinja2.Template:
 class GenerationBlocks(Extension):
     """`{% generation %}` to `{% endgeneration %}`: around what an assistant wrote.
 
-    transformers finds tokens to train on by them. They change no text, but names that are set
-    within end there.
+    transformers uses them to find tokens to train on. They change no text, but names set inside
+    go out of scope at the end.
     """
 
     tags = {"generation"}

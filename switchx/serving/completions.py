@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`/v1/completions` and `/v1/models` as OpenAI's clients ask (its API reference, Completions).
 
-What the server has no means for is refused by name, never read over. Beside OpenAI's fields
+What the server does not support is refused by name, never ignored. Besides OpenAI's fields
 there are those of `/v1/generate` in `OWN_FIELDS`. A completion is what `/v1/generate` gives
-with the same settings, written as what follows its prompt; its defaults are OpenAI's: 16
-tokens, sampled at temperature 1.
+with the same settings, written as the continuation of its prompt; its defaults are OpenAI's:
+16 tokens, sampled at temperature 1.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ from switchx.serving.requests import (
 from switchx.serving.service import Events
 
 DEFAULT_TOKENS = 16
-# What the sizes of chunks with an `obfuscation` are multiples of.
+# Sizes of chunks with an `obfuscation` are multiples of this.
 CHUNK_BYTES = 64
 OWN_FIELDS = (
     "top_k",
@@ -60,7 +60,7 @@ OWN_FIELDS = (
     "no_repeat_ngram_size",
     "forced_prefix",
 )
-# A field, its values that ask for nothing, and what to do instead of another one.
+# A field, its values that ask for nothing, and what to do instead of giving another value.
 UNSUPPORTED = {
     "suffix": (("",), "texts are not completed in their middle; leave it out"),
     "presence_penalty": ((0,), "use repetition_penalty, which divides logits; leave it out"),
@@ -93,9 +93,9 @@ class CompletionRequest(GenerateRequest):
 
     Attributes:
         echoes: text in front of the completions of each prompt: the prompt, or empty.
-        scored: prompts whose tokens get log-probabilities, too; without a start token.
-        num_choices: completions of each prompt, the best of `num_rows` where those are more.
-        logprobs: number of likeliest tokens beside each token; None gives no log-probabilities.
+        scored: prompts whose tokens also get log-probabilities; without a start token.
+        num_choices: completions of each prompt, the best of `num_rows` if those are more.
+        logprobs: number of top tokens beside each token; None gives no log-probabilities.
         has_usage: whether a stream ends with counts of tokens.
         is_padded: whether chunks of a stream have an `obfuscation`, which hides their sizes.
         is_empty: whether `max_tokens` is 0: nothing is decoded, prompts may be echoed and
@@ -122,7 +122,7 @@ class CompletionForm:
 
     Args:
         name: the model's name in requests.
-        batch_size: most prompts that are scored at once.
+        batch_size: maximum number of prompts that are scored at once.
         reader: executor with one thread, which scores the prompts.
     """
 
@@ -141,7 +141,7 @@ class CompletionForm:
         values = fields_of(values, FIELDS)
         try:
             return self._read(values, limits)
-        except Refusal as refusal:  # in the words of these routes
+        except Refusal as refusal:  # in the terms of these routes
             message = refusal.message.replace("max_new_tokens", "max_tokens")
             raise dataclasses.replace(refusal, message=message) from None
 
@@ -163,7 +163,7 @@ class CompletionForm:
                 raise wrong("stop", f"{what} stopped by texts: leave it out")
             num_rows, settings["num_return_sequences"] = 1, num_choices
         elif num_rows > num_choices and stops:
-            settings.setdefault("logprobs", 0)  # of which the scores are made that are compared
+            settings.setdefault("logprobs", 0)  # needed for the scores that are compared
         generator = generator_of(settings, self._model, limits)
         texts = _prompts(values, limits.max_inputs // num_rows)
         prompts = [
@@ -196,7 +196,7 @@ class CompletionForm:
         scored = await self._scored(wanted, events)
         async for event in events:
             rows[event.number].grow(event, events)
-        # Beside the loop: texts of single tokens take a while.
+        # Off the event loop: texts of single tokens take a while.
         choices = await run_in_threadpool(self._choices, wanted, rows, scored)
         return self._json(wanted, choices) | {"usage": _usage_json(wanted, events)}
 
@@ -224,7 +224,7 @@ class CompletionForm:
     async def stream(self, wanted: CompletionRequest, events: Events) -> AsyncIterator[bytes]:
         """A chunk for each piece of a text, its end with the last one; then `[DONE]`."""
         rows, num_choices = self._rows(wanted), wanted.num_choices
-        # OpenAI's form: null in all chunks but the last one, where `include_usage` asks for it.
+        # OpenAI's form: null in all chunks except the last, if `include_usage` asks for it.
         usage = {"usage": None} if wanted.has_usage else {}
 
         def chunk(*choice) -> bytes:
@@ -263,14 +263,14 @@ class CompletionForm:
         return [GrowingAnswer(self._behind(prompt), wanted) for prompt in wanted.prompts]
 
     def _behind(self, prompt: list[int]) -> Vocabulary | Behind:
-        """What decodes the answer to a prompt: its text follows the prompt's, but a decoder's
-        behind an encoder is one of its own."""
+        """The decoder of the answer to a prompt: its text follows the prompt's, except in an
+        encoder-decoder, where it is a text of its own."""
         vocabulary = self._model.vocabulary
         is_apart = self._model.config.is_encoder_decoder
         return vocabulary if is_apart else Behind(vocabulary, prompt)
 
     def _require_scores(self) -> None:
-        """Raises Refusal: tokens of a prompt have no log-probabilities."""
+        """Raises Refusal if tokens of a prompt have no log-probabilities."""
         model, why = self._model, None
         if model.config.is_encoder_decoder:
             why = "this model's encoder reads the prompt, and predicts no token of it"
@@ -286,7 +286,7 @@ class CompletionForm:
         if not wanted.scored:
             return [None] * len(wanted.echoes)
         scorer = self._model.scorer(batch_size=self._batch_size, logprobs=wanted.logprobs)
-        # No token of an empty prompt is predicted, nor a first one behind no start.
+        # An empty prompt has no predicted token, nor has a first token without a start.
         least = 1 if self._model.ids.start_id is not None else 2
         numbers = [i for i, tokens in enumerate(wanted.scored) if len(tokens) >= least]
         found = scorer([([], wanted.scored[number]) for number in numbers])
@@ -294,7 +294,7 @@ class CompletionForm:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout_at(events.deadline_s):
-                # A batch at a time: others go between them, and none begins after the deadline.
+                # One batch at a time: others go in between, and none begins after the deadline.
                 while pair := await loop.run_in_executor(self._reader, next, found, None):
                     scores[numbers[pair[0]]] = pair[1]
         except TimeoutError:
@@ -326,7 +326,7 @@ def _logprobs(
     """OpenAI's `logprobs` of a choice, from its token `first` on; or None.
 
     Args:
-        vocabulary: what decodes it.
+        vocabulary: decoder of its tokens.
         offset: offset of the answer in the text.
         echoed: the prompt's `logprobs`, or None.
     """
@@ -376,10 +376,10 @@ def _settings(values: dict[str, Any], limits: Limits) -> dict[str, Any]:
     is_search = given.get("beam_size", 1) > 1
     given.setdefault("temperature", 0.0 if is_search else 1.0)
     if 0 < given["temperature"] < LEAST_TEMPERATURE:
-        given["temperature"] = 0.0  # the same: no token but the likeliest is ever drawn
+        given["temperature"] = 0.0  # equivalent: only the most likely token is ever drawn
     if "seed" in given:
-        given["seed"] %= MAX_INT32 + 1  # clients draw 64 bits, negative ones too
-    # The likeliest token alone is never cut off, whatever its probability is.
+        given["seed"] %= MAX_INT32 + 1  # clients draw 64 bits, also negative ones
+    # The most likely token is never cut off, so these have no effect at temperature 0.
     for name in ("top_k", "top_p"):
         if given["temperature"] == 0 or (name == "top_p" and given.get(name) == 1):
             value = given.pop(name, None)
@@ -391,7 +391,7 @@ def _settings(values: dict[str, Any], limits: Limits) -> dict[str, Any]:
 
 
 def _numbers(values: dict[str, Any], most: int, *, is_streaming: bool) -> tuple[int, int]:
-    """Choices of each prompt, and how many there are to choose from."""
+    """The number of choices of each prompt, and how many there are to choose from."""
     number = _count(values, "n", 1, most)
     beams = values.get("beam_size", 1)
     is_search = isinstance(beams, int) and beams > 1
@@ -431,7 +431,7 @@ def _prompts(values: dict[str, Any], most: int) -> list[str | list[int]]:
 
 
 def _stops(values: dict[str, Any], own: Sequence[str]) -> list[str]:
-    """Texts that stop an answer; the model's `own` where the request says nothing."""
+    """Texts that stop an answer; the model's `own` if the request says nothing."""
     stops = value_of(OPTIONS["stop"], values.get("stop", list(own)))
     if len(stops) > MAX_STOPS:
         raise wrong("stop", f"stop has {len(stops)} items; expected {MAX_STOPS} at most")

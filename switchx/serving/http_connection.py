@@ -9,10 +9,10 @@
 | closing: what is left is sent, what still comes is dropped | `CLOSING_S` |
 
 uvicorn arms one timer, for idle connections, and a single byte disarms it. Beyond
-`max_connections` the connection that has awaited a head longest makes place for the new one,
-as nginx reuses idle ones. Read strictly (RFC 9112): a line of a head ends in CRLF (section
-2.2), and a body has a length or is chunked, not both (section 6.1); proxies that read such a
-request in another way would let a second one through. So does a trailer of chunks.
+`max_connections`, the connection that has awaited a head longest makes room for the new one,
+as nginx reuses idle ones. Requests are read strictly (RFC 9112): a line of a head, or of a
+trailer of chunks, ends in CRLF (section 2.2), and a body has a length or is chunked, not both
+(section 6.1); proxies that read such a request differently would let a second one through.
 """
 
 import json
@@ -27,9 +27,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from switchx.serving.limits import READING_S, Limits
 from switchx.serving.refusals import Refusal
 
-# For a client to close a connection on which nothing is sent any more.
+# Time for a client to close a connection on which nothing more is sent.
 CLOSING_S = 2.0
-# Above max_connections, for requests of health.
+# Connections beyond max_connections, for health requests.
 RESERVED_CONNECTIONS = 32
 _BARE_LF = re.compile(rb"(?<!\r)\n")
 MAX_HEAD_BYTES = 16 << 10
@@ -43,7 +43,7 @@ class StrictConnection(h11.Connection):
 
         Raises:
             h11.RemoteProtocolError: also for a bare LF in a head or a trailer, and for a
-                length beside chunks, or chunks in HTTP/1.0.
+                length together with chunks, or chunks in HTTP/1.0.
         """
         if self.their_state is h11.IDLE:
             head, _, _ = self.trailing_data[0].partition(b"\r\n\r\n")
@@ -58,7 +58,7 @@ class StrictConnection(h11.Connection):
         return event
 
     def _get_io_object(self, role, event, io_dict):
-        """h11's reader or writer of a body; of chunks a strict one."""
+        """h11's reader or writer of a body; for chunks a strict one."""
         found = super()._get_io_object(role, event, io_dict)
         return StrictChunks() if isinstance(found, ChunkedReader) else found
 
@@ -66,7 +66,7 @@ class StrictConnection(h11.Connection):
 class StrictChunks(ChunkedReader):
     """h11's reader of chunks, which refuses a bare LF in the trailer or in place of it.
 
-    A proxy that takes only CRLF for the end would read on, and what follows would be a request
+    A proxy that accepts only CRLF as the end would read on, and what follows would be a request
     here and a part of the trailer there (RFC 9112, section 7.1.2).
     """
 
@@ -83,12 +83,12 @@ class StrictChunks(ChunkedReader):
 class CountingTransport:
     """asyncio's transport, which counts what is written, and may close in two steps.
 
-    With something unread, a close would be a reset, which may overtake the response. So it says
-    that it sends no more, and drops what still comes, until the client closes.
+    With unread data, a close would be a reset, which may overtake the response. So it announces
+    that it sends no more, and drops what still arrives, until the client closes.
 
     Attributes:
-        num_written: bytes.
-        is_lingering: the first step is done.
+        num_written: number of bytes written.
+        is_lingering: whether the first step is done.
     """
 
     def __init__(self, transport, has_unread):
@@ -100,7 +100,7 @@ class CountingTransport:
 
     @property
     def num_sent(self) -> int:
-        """Bytes that the operating system took."""
+        """Number of bytes that the operating system accepted."""
         return self.num_written - self._transport.get_write_buffer_size()
 
     def write(self, data: bytes) -> None:
@@ -120,7 +120,7 @@ class CountingTransport:
 
 
 def num_staying(connections: Iterable["BoundedProtocol"]) -> int:
-    """Connections but for those that made place for others."""
+    """Number of connections except those that make room for others."""
     return sum(not each.is_leaving for each in connections)
 
 
@@ -128,8 +128,8 @@ class BoundedProtocol(H11Protocol):
     """A connection; a subclass for each server sets its attributes.
 
     Attributes:
-        count: called with the status of each response that no route gives.
-        is_leaving: whether it is being closed to make place for another connection.
+        count: function called with the status of each response that no route gives.
+        is_leaving: whether it is being closed to make room for another connection.
     """
 
     limits: Limits
@@ -139,7 +139,7 @@ class BoundedProtocol(H11Protocol):
         super().__init__(*arguments, **keywords)
         self.conn = StrictConnection(h11.SERVER, MAX_HEAD_BYTES)
         self._is_refused = self.is_leaving = False
-        # What it is doing, since when; bytes sent, and when there were more of them.
+        # What it is doing and since when; bytes sent, and when that number last rose.
         self._state, self._since_s = "", time.monotonic()
         self._num_sent, self._progress_s = 0, self._since_s
 
@@ -162,7 +162,7 @@ class BoundedProtocol(H11Protocol):
         self._unset_keepalive_if_required()
 
     def check(self, now_s: float) -> None:
-        """Ends the connection when it is beyond a deadline; called every tenth of a second."""
+        """Ends the connection if it is past a deadline; called every tenth of a second."""
         state = self._current_state()
         if state != self._state:
             self._state, self._since_s = state, now_s
@@ -211,7 +211,7 @@ class BoundedProtocol(H11Protocol):
             self._leave()
 
     def _leave(self) -> None:
-        """Ends at once; the event loop says so a little later."""
+        """Ends at once; the event loop reports it a little later."""
         self.is_leaving = True
         self.transport.abort()
 
@@ -229,7 +229,7 @@ class BoundedProtocol(H11Protocol):
             ("content-length", str(len(body))),
             ("connection", "close"),
         ]
-        # A response may be on its way already: then the connection just ends.
+        # If a response is already on its way, the connection just ends.
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             head = h11.Response(status_code=status, headers=headers)
             for event in (head, h11.Data(data=body), h11.EndOfMessage()):

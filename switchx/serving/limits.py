@@ -18,16 +18,16 @@ from switchx.inference.config import (
 )
 
 # Prompts are padded to one of these, answers have space for one of those: a program is
-# compiled for each pair that occurs. A prompt is at most half padding, or short.
+# compiled for each pair that occurs. At most half of a prompt is padding, unless it is short.
 PROMPT_LENGTHS = tuple(length for length in LENGTHS if length >= 16 and length.bit_count() == 1)
 ANSWER_LENGTHS = (16, 64, 256, 1024, 4096)
-# For a client to read the rest of a response, once its answers are there.
+# Time for a client to read the rest of a response, once its answers are ready.
 READING_S = 30.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Whatever a client may ask of a server; names end in their units."""
+    """Limits of what a client may ask of a server; names end in their units."""
 
     batch_size: int = option(8, "most inputs that are decoded together", 1, BATCHES[-1])
     batch_wait_ms: float = option(5.0, "how long an input waits for others to join it", 0)
@@ -59,7 +59,7 @@ class Limits:
     )
 
     def __post_init__(self):
-        """Raises ValueError: a value is out of its bounds."""
+        """Raises ValueError if a value is out of its bounds."""
         check_options(self)
         beams = (f"beam{n}" for n in range(2, self.max_beam_size + 1))
         known = ["greedy", "sample", *beams, "processors", "logprobs"]
@@ -77,11 +77,11 @@ class Limits:
 
     @property
     def allowed(self) -> tuple[str, ...] | None:
-        """Names of the ways of decoding that are answered; None is all."""
+        """Names of the decoding methods that are answered; None is all."""
         return None if self.decodings is None else tuple(self.decodings.split(","))
 
     def refusal(self, settings: DecodingConfig) -> tuple[str, str] | None:
-        """The field of a request that asks for a way of decoding that is not answered, and
+        """The field of a request that asks for a decoding method that is not answered, and
         what is wrong with it."""
         if self.allowed is None:
             return None
@@ -104,15 +104,15 @@ class Limits:
         return None
 
     def defaults(self, decoding: Mapping[str, Any]) -> dict[str, Any]:
-        """Settings of a request that says nothing: a model's own, within the limits; a running
+        """Settings of a request that gives none: a model's own, within the limits; a running
         batch drafts no tokens."""
         most = decoding.get("max_new_tokens", DecodingConfig.max_new_tokens)
         asked = {"max_new_tokens": min(most, self.max_new_tokens)}
         return with_defaults(decoding, asked | {"prompt_lookup_num_tokens": None})
 
     def warm_up(self, decoding: Mapping[str, Any]) -> dict[str, Any]:
-        """Settings whose programs are compiled unasked: the defaults, or where those are not
-        answered the first way of decoding that is."""
+        """Settings whose programs are compiled unasked: the defaults, or if those are not
+        answered, the first decoding method that is."""
         settings = self.defaults(decoding)
         if self.refusal(DecodingConfig(**settings)) is None:
             return settings
@@ -128,9 +128,9 @@ class Limits:
         return with_defaults(settings, plain)
 
     def answer_length(self, new_tokens: int) -> int:
-        """New tokens of the compiled program for answers of so many."""
+        """New tokens of the compiled program for answers of `new_tokens` tokens."""
         return min(rounded_up(new_tokens, ANSWER_LENGTHS), self.max_new_tokens)
 
     def prompt_length(self, tokens: int) -> int:
-        """Length of the compiled program for prompts of so many tokens."""
+        """Length of the compiled program for prompts of `tokens` tokens."""
         return rounded_up(tokens, PROMPT_LENGTHS)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server counts, for Prometheus: vLLM's names where it has them, after `switchx:`.
+"""What a server counts, for Prometheus: vLLM's names if it has them, after `switchx:`.
 
-As there, a request is one input: a call with three inputs counts three. The process's memory,
-time, files and collections of garbage are under Prometheus' own names, `process_...`.
+As in vLLM, a request is one input: a call with three inputs counts as three. The process's
+memory, time, files and garbage collections are under Prometheus's own names, `process_...`.
 """
 
 import time
@@ -32,7 +32,7 @@ INTER_TOKEN = (
 )  # fmt: skip
 LATENCY = (0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120)
 BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-# vLLM's label of what is one model's.
+# vLLM's label of what belongs to one model.
 MODEL = ("model_name",)
 REASONS, OUTCOMES = ("stop", "length"), ("loaded", "unchanged", "failed")
 
@@ -41,8 +41,8 @@ class Metrics:
     """Counters of one server, in a registry of its own.
 
     Attributes:
-        responses: counter of the server's HTTP responses, by status. The other families are by
-            model; `of` returns one model's.
+        responses: counter of the server's HTTP responses, by status. The other families are
+            per model; `of` returns those of one model.
         built: names and steps of the models that take requests, for `build_info`.
     """
 
@@ -89,18 +89,18 @@ class Metrics:
         GCCollector(registry=self._registry)
 
     def of(self, name: str) -> "ModelMetrics":
-        """The counters of a model, which go on when it is loaded again."""
+        """The counters of a model, which continue when it is reloaded."""
         if name not in self._models:
             self._models[name] = ModelMetrics(self, name)
         return self._models[name]
 
     def text(self) -> bytes:
-        """The counters in Prometheus' format."""
+        """The counters in Prometheus's format."""
         return generate_latest(self._registry)
 
 
 class ModelMetrics:
-    """The counters of one model; all are there from the beginning, at 0.
+    """The counters of one model; all exist from the beginning, at 0.
 
     Attributes:
         server: the `Metrics` that have them.
@@ -132,8 +132,8 @@ class ModelMetrics:
 
         Args:
             ended: the input's hypotheses, if it ended.
-            begun_s: when the steps began, from which the first tokens' mean is taken; that of
-                later ones is taken from the last token, prefills of others included.
+            begun_s: time at which the steps began, from which the first tokens' mean is taken;
+                that of later ones is taken from the last token, with prefills of others.
         """
         now_s, before_s, new = time.monotonic(), each.token_s, num_steps
         if ended:
@@ -177,7 +177,7 @@ class _Built:
 
 
 class _Compiled:
-    """Counts of this process' compilations, with the programs that were read from a cache."""
+    """Counts of this process's compilations, with the programs that were read from a cache."""
 
     def collect(self):
         number, seconds = COMPILATIONS.number, COMPILATIONS.seconds

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models of a server: which one answers a request, and newer ones in their places.
+"""The models of a server: which one answers a request, and how newer ones replace them.
 
-A request names its model; one that names none is the first model's. When the server is asked
-to reload, the newest checkpoint of each model's folder is loaded beside the one that runs. It
-takes the new requests when its programs are compiled; those that were admitted before are
-answered by the model that admitted them, which then goes. Until then both are in memory.
+A request names its model; one that names none goes to the first model. When the server is asked
+to reload, the newest checkpoint of each model's folder is loaded beside the running one. It
+takes new requests once its programs are compiled; those that were admitted before are answered
+by the model that admitted them, which is then dropped. Until then both are in memory.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ from switchx.serving.service import Service
 LOG = logging.getLogger(__name__)
 # The name of its thread.
 READER = "switchx-reader"
-# Between two looks at a thread.
+# Time between two checks of a thread.
 _LOOK_S = 0.05
 MOST_COLLECTIONS = 10
 
@@ -49,8 +49,8 @@ class Models:
     """The services of a server's models, used in its event loop.
 
     Attributes:
-        services: services that take new requests, by name; the first one takes requests without
-            a name.
+        services: services that take new requests, by name; the first one takes requests that
+            name no model.
         num_open: number of open requests of all models, from their heads to their responses.
         is_draining: whether new requests are refused.
     """
@@ -61,8 +61,8 @@ class Models:
         self._retired: list[Service] = []
         self._newer: queue.SimpleQueue[Service] = queue.SimpleQueue()
         self.num_open, self.is_draining = 0, False
-        # Texts that are read again, for log-probabilities of prompts: of all models one pass at
-        # a time, which takes all cores.
+        # Reads texts again for log-probabilities of prompts: one pass at a time over all
+        # models, as each takes all cores.
         self.reader = ThreadPoolExecutor(1, READER)
         for name, each in self.services.items():
             each.metrics.running.set_function(lambda name=name: self._num_running(name))
@@ -96,7 +96,7 @@ class Models:
 
     @property
     def is_alive(self) -> bool:
-        """Whether every worker is, and none of them is stuck."""
+        """Whether every worker is alive, and none is stuck."""
         return self.error is None and not any(each.worker.is_stuck for each in self.all)
 
     @property
@@ -105,7 +105,7 @@ class Models:
         return next((each.worker.error for each in self.all if each.worker.error), None)
 
     def named(self, name: Any) -> Service:
-        """The service of a name; None is the first one's.
+        """The service of a name; for None, the first one.
 
         Raises:
             Refusal: 404, there is no model of this name.
@@ -127,7 +127,7 @@ class Models:
         """A request from its head to its response.
 
         Raises:
-            Refusal: 503, the server stops.
+            Refusal: 503, the server is stopping.
         """
         if self.is_draining:
             raise refusals.stopping()
@@ -138,12 +138,12 @@ class Models:
             self.num_open -= 1
 
     def replace(self, service: Service) -> None:
-        """Has a service that is ready take the requests of its name, at the next `look`; any
-        thread may call it."""
+        """Makes a ready service take the requests of its name, at the next `look`; any thread
+        may call it."""
         self._newer.put(service)
 
     def look(self) -> None:
-        """Puts new services in their places, and closes those that have answered everything."""
+        """Puts new services in place, and closes old ones that have answered everything."""
         with contextlib.suppress(queue.Empty):
             while newer := self._newer.get_nowait():
                 self._retired.append(self.services[newer.name])
@@ -194,10 +194,10 @@ class ModelFolder:
         )
 
     def load_other(self, fingerprint: str) -> api.Model | None:
-        """The model that is there now; None where it is the one of the fingerprint.
+        """The model that is there now; None if it is the one of the fingerprint.
 
-        Every byte of it is compared with its checksum, and no older checkpoint is taken for
-        a damaged one.
+        All its bytes are compared with their checksums, and no older checkpoint is used instead
+        of a damaged one.
 
         Raises:
             ValueError: the model is damaged, or see `switchx.load`.
@@ -222,18 +222,18 @@ class ModelFolder:
 
 
 class _ServerStopsError(Exception):
-    """The server stops, and nothing is waited for."""
+    """The server is stopping, and nothing is waited for."""
 
 
 class Reloader(threading.Thread):
-    """Loads models again when it is asked to: one after the other, beside those that run.
+    """Reloads models when it is asked to: one after the other, beside the running ones.
 
-    It goes on to the next one when the last one's predecessor has gone, so that no more than
-    one model is in memory twice.
+    It goes on to the next model when the last one's predecessor is gone, so that at most one
+    model is in memory twice.
     """
 
     def __init__(self, models: Models, folders: Mapping[str, ModelFolder]):
-        """`folders` are those of the models, by name."""
+        """`folders` are the models' folders, by name."""
         super().__init__(name="switchx-reloader", daemon=True)
         self._models, self._folders = models, folders
         # A signal may interrupt the handler of another one: this queue's `put` is reentrant.
@@ -241,11 +241,11 @@ class Reloader(threading.Thread):
         self._is_closed = False
 
     def ask(self) -> None:
-        """Has all models loaded again; also from a signal handler."""
+        """Requests that all models be reloaded; may be called from a signal handler."""
         self._asked.put(True)
 
     def close(self) -> None:
-        """Ends it; what is being loaded is dropped."""
+        """Ends the thread; what is being loaded is dropped."""
         self._is_closed = True
         self._asked.put(False)
 
@@ -261,10 +261,10 @@ class Reloader(threading.Thread):
                     self._free(old)
 
     def _free(self, old: weakref.ref) -> None:
-        """Has the memory of a model that was replaced, or that was not taken, used again.
+        """Frees the memory of a model that was replaced, or that was not taken.
 
-        Requests and exceptions are in circles of references, which have a model; a request
-        may take a little to end.
+        Requests and exceptions are in reference cycles, which hold a model; a request may take
+        a little while to end.
         """
         for _ in range(MOST_COLLECTIONS):
             gc.collect()
@@ -295,12 +295,12 @@ class Reloader(threading.Thread):
                 each.join()
 
     def _replace(self, running: Service, model: api.Model) -> None:
-        """Has another model take the requests of a running one.
+        """Makes another model take the requests of a running one.
 
         Raises:
-            Exception: whatever its worker failed with.
+            Exception: the error with which its worker failed.
         """
-        # A copy: its worker counts on.
+        # A copy, as its worker goes on counting.
         asked = [shape for shape, _ in running.worker.asked.copy().most_common(MOST_SHAPES)]
         service = Service(model, running.limits, running.name, running.metrics.server, asked)
         try:
@@ -312,7 +312,7 @@ class Reloader(threading.Thread):
             self._wait(lambda: self._models.services[running.name] is service)
         except BaseException:
             service.close()
-            # A process does not end well around a thread that is in the compiler.
+            # A process does not end well while a thread is in the compiler.
             for each in (service.worker, service.worker.compiler):
                 each.join()
             raise

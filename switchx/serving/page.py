@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page to try a model in: page.html with an input for each setting that requests have.
 
-Its policy (Content Security Policy Level 3, https://www.w3.org/TR/CSP3) lets run what stands in
-the file, by its hash, and lets connect to this server alone.
+Its policy (Content Security Policy Level 3, https://www.w3.org/TR/CSP3) allows only the code in
+the file to run, by its hash, and only connections to this server.
 """
 
 import base64
@@ -27,7 +27,7 @@ EXPERTS_BOX = '    <label><input id="experts" type="checkbox"> experts of each t
 
 
 def page_of(service: Service) -> HTMLResponse:
-    """The page for a model; it asks for experts where answers can say which were chosen."""
+    """The page for a model; it asks for experts if answers can say which were chosen."""
     model = service.model
     own = DecodingConfig(**service.limits.defaults(model.decoding))
     inputs = "".join(_setting(each, getattr(own, each.name)) for each in OPTIONS.values())
@@ -42,7 +42,7 @@ def page_of(service: Service) -> HTMLResponse:
 
 
 def example_of(model: Model) -> str:
-    """An input that a model was trained to read the like of."""
+    """An input like those that the model was trained to read."""
     if isinstance(model.vocabulary or model.ids, TokenIdVocabulary):
         return " ".join(map(str, range(5, 8)))
     if model.text_format.names_sentinels:
@@ -59,7 +59,7 @@ def _setting(option: Option, default) -> str:
         bounds = {"min": option.least, "max": option.most}
         attributes |= {name: n for name, n in bounds.items() if n is not None}
     shown = json.dumps(default) if default not in (None, ()) else "none"
-    if option.name == "seed":  # of each request another one
+    if option.name == "seed":  # differs for each request
         shown = "random"
     attributes["placeholder"] = shown.strip('"')
     written = " ".join(f'{name}="{html.escape(str(v))}"' for name, v in attributes.items())

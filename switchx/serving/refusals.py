@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refusals of requests; of those that are well formed, after how many seconds to try again."""
+"""Refusals of requests; for well-formed ones, after how many seconds to try again."""
 
 import dataclasses
 import math
@@ -7,7 +7,7 @@ from typing import Any
 
 from switchx.serving.limits import Limits
 
-# OpenAI's names of kinds of errors, where it is neither the request nor the server.
+# OpenAI's names of kinds of errors, if neither the request nor the server is at fault.
 _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
@@ -18,9 +18,9 @@ class Refusal(Exception):
     Attributes:
         status: HTTP status.
         message: text of what was expected, what was given, and what to do.
-        field: the field of the request's JSON that is wrong, or None.
-        retry_after_s: seconds after which the client may try again; None where that is unknown.
-        code: OpenAI's name of the fault, where it has one.
+        field: field of the request's JSON that is wrong, or None.
+        retry_after_s: seconds after which the client may try again; None if that is unknown.
+        code: OpenAI's name of the fault, if it has one.
     """
 
     status: int
@@ -60,7 +60,7 @@ def too_many_connections(most: int) -> Refusal:
 
 
 def full_queue(waiting: int, more: int, limits: Limits) -> Refusal:
-    """Refuses `more` inputs. The time is a guess: all that waits, at a second a batch."""
+    """Refuses `more` inputs. The time is a guess: all that waits, at one second per batch."""
     return Refusal(
         429,
         f"the queue has {waiting} of {limits.max_waiting} inputs, and {more} more do not "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The request queue: inputs that wait to join those that are decoded. It is bounded."""
+"""The request queue: inputs that wait to join those being decoded. It is bounded."""
 
 import dataclasses
 import threading
@@ -16,7 +16,7 @@ from switchx.serving.limits import Limits
 
 @dataclasses.dataclass(frozen=True)
 class NewTokens:
-    """All tokens of an input's answer so far, and with log-probabilities what has them."""
+    """All tokens of an input's answer so far, with a hypothesis that has log-probabilities."""
 
     number: int
     tokens: list[int]
@@ -25,7 +25,7 @@ class NewTokens:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """The best hypothesis of an input, and of a search the next best that were asked for."""
+    """The best hypothesis of an input, and for a search the next best that were asked for."""
 
     number: int
     hypothesis: Hypothesis
@@ -34,7 +34,7 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """An input has no answer, and why: its batch failed, or it cannot be answered."""
+    """Why an input has no answer: its batch failed, or it cannot be answered."""
 
     number: int
     message: str = "the model failed; the server's log says how"
@@ -45,10 +45,10 @@ Event = NewTokens | Answer | Failure
 
 @dataclasses.dataclass(frozen=True)
 class ProgramShape:
-    """The sizes and settings that a batch's programs are compiled for, except its rows' number.
+    """The sizes and settings for which a batch's programs are compiled, except the row count.
 
     Attributes:
-        prompt_length, answer_length: lengths that prompts and answers are padded to.
+        prompt_length, answer_length: lengths to which prompts and answers are padded.
         has_processors, num_kept, is_recorded: see `DecodingProgram`.
     """
 
@@ -91,7 +91,7 @@ class ProgramShape:
 
     @property
     def kind(self) -> tuple:
-        """Inputs of one kind can be in one batch; the number of beams is the first of it."""
+        """Inputs of one kind can be in one batch; its first item is the number of beams."""
         return dataclasses.astuple(self)[2:]
 
     @property
@@ -124,12 +124,12 @@ class QueuedInput:
     """One input of a request, in the request queue or being answered.
 
     Attributes:
-        deliver: called by the worker's thread with each event of the input.
+        deliver: function that the worker's thread calls with each event of the input.
         arrival_s: time of arrival in seconds, by the clock `time.monotonic`.
         is_abandoned: whether its client disconnected or ran out of time.
         num_tokens: number of its answer's tokens so far, the end included.
         token_s: time of the newest of these tokens, by the same clock; None before the first
-            one, and where beams are searched.
+            one, and in beam search.
         answer_s: time of its answer, by the same clock; None before.
         request_id: name of its request in the log.
     """
@@ -149,7 +149,7 @@ class QueuedInput:
 
 
 def of_requests(inputs: Sequence[QueuedInput]) -> str:
-    """` (request A, B)`, whose inputs these are, to follow what is said of them."""
+    """` (request A, B)`, the requests of these inputs, to append to a message about them."""
     ids = list(dict.fromkeys(each.request_id for each in inputs if each.request_id))
     return f" (request {', '.join(ids)})" if ids else ""
 
@@ -171,7 +171,7 @@ class RequestQueue:
         return len(self._inputs)
 
     def put(self, inputs: Sequence[QueuedInput]) -> bool:
-        """Adds all of them or, where they do not fit, none; says which."""
+        """Adds all inputs or, if they do not fit, none; returns whether it did."""
         with self._changed:
             if self.is_closed or len(self._inputs) + len(inputs) > self._limits.max_waiting:
                 return False
@@ -192,17 +192,17 @@ class RequestQueue:
             return list(self._inputs)
 
     def take(self, inputs: Sequence[QueuedInput]) -> list[QueuedInput]:
-        """Takes inputs out of the queue; says which were there still."""
+        """Takes inputs out of the queue; returns those that were still there."""
         with self._changed:
             taken = [each for each in inputs if each in self._inputs]
             self._inputs = [each for each in self._inputs if each not in taken]
             return taken
 
     def wait(self, num_changes: int, most_s: float | None) -> None:
-        """Waits until inputs come, until `notify` or `close`, or for so many seconds.
+        """Waits until inputs come, until `notify` or `close`, or for `most_s` seconds.
 
         Args:
-            num_changes: number of changes that the caller has seen; where there are more it
+            num_changes: number of changes that the caller has seen; if there are more, it
                 does not wait.
         """
         with self._changed:
@@ -210,7 +210,7 @@ class RequestQueue:
                 self._changed.wait(most_s)
 
     def wait_left_s(self) -> float:
-        """Seconds that the inputs still wait for others, where nothing is decoded."""
+        """Seconds that the inputs still wait for others, while nothing is being decoded."""
         with self._changed:
             if not 0 < len(self._inputs) < self._limits.batch_size:
                 return 0.0

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A request's body, its JSON and its checks, or its refusal.
 
-A client may be slow, send without end, or disconnect, and nothing that it sends is trusted.
+A client may be slow, send endlessly, or disconnect, and nothing that it sends is trusted.
 The fields of a request are `inputs`, `stream`, `experts`, and the options of `DecodingConfig`.
 """
 
@@ -23,12 +23,12 @@ from switchx.object_store import is_nested_deeper
 from switchx.serving.limits import Limits
 from switchx.serving.refusals import Refusal
 
-# What is decoded together is pruned together, and drafted or not: the server's choice.
+# Inputs decoded together are pruned together, and drafted or not: the server's choice.
 _OWN = "pruning", "prompt_lookup_num_tokens"
 OPTIONS = {name: each for name, each in options(DecodingConfig).items() if name not in _OWN}
 FIELDS = ("inputs", "model", "stream", "experts", *OPTIONS)
 MAX_STOPS = 4
-# Of lists and objects in each other: a request needs three.
+# Limit on nested lists and objects: a request needs three levels.
 MAX_DEPTH = 16
 
 
@@ -36,8 +36,8 @@ async def read_body(request: Request, limits: Limits) -> bytes:
     """The whole body of a request.
 
     Raises:
-        Refusal: 408, it took too long; 413, it is too big; 415, it is not said to be JSON, or
-            is encoded; 400, its length is no number.
+        Refusal: 408, it took too long; 413, it is too big; 415, it is not declared as JSON, or
+            is encoded; 400, its length is not a number.
         ClientDisconnect: the client disconnected.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -54,7 +54,7 @@ async def read_body(request: Request, limits: Limits) -> bytes:
     if not length.isascii() or not length.isdigit():
         raise Refusal(400, f"Content-Length is {length!r:.40}; expected a number")
     parts, size = [], 0
-    # What is left unread of a body is the connection's business.
+    # What is left unread of a body is handled by the connection.
     too_big = Refusal(413, f"the body is too big; send {limits.max_body_bytes} bytes at most")
     if int(length[:20]) > limits.max_body_bytes:
         raise too_big
@@ -73,7 +73,7 @@ async def read_body(request: Request, limits: Limits) -> bytes:
 
 
 async def until_disconnected(request: Request) -> None:
-    """Returns when the client has disconnected; to be awaited when the body is read."""
+    """Returns when the client has disconnected; await it only after the body was read."""
     with contextlib.suppress(ClientDisconnect):
         while (await request.receive())["type"] != "http.disconnect":
             pass
@@ -84,13 +84,13 @@ class GenerateRequest:
     """A request that can be answered.
 
     Attributes:
-        prompts: token ids that the model reads; each input is there `num_rows` times in a row,
+        prompts: token ids that the model reads; each input occurs `num_rows` times in a row,
             once for each sample.
         settings: decoding settings of all prompts.
         is_streaming: whether tokens are sent as they come.
         with_experts: whether answers say which experts their tokens chose.
         request_id: name of the request in the log.
-        stops: stop strings; a text ends before the first of these.
+        stops: stop strings; a text ends before the first of them.
     """
 
     prompts: list[list[int]]
@@ -108,7 +108,7 @@ class GenerateRequest:
 
     @property
     def wants_tokens(self) -> bool:
-        """Whether new tokens are looked at before the answer."""
+        """Whether new tokens are examined before the answer."""
         return self.is_streaming or bool(self.stops)
 
     @property
@@ -164,7 +164,7 @@ def fault_of_experts(model: Model) -> str | None:
 
 
 def json_object(body: bytes) -> dict[str, Any]:
-    """The object that a body is."""
+    """The JSON object in a body."""
     if not body:
         raise wrong(None, 'the body is empty; send JSON such as {"inputs": ["a text"]}')
     try:
@@ -195,7 +195,7 @@ def _too_deep() -> Refusal:
 
 
 def fields_of(values: dict[str, Any], names) -> dict[str, Any]:
-    """The fields of an object that are not null: such a one is as if it were not there."""
+    """The fields of an object that are not null: null counts as absent."""
     for name in values:
         if name not in names:
             raise wrong(name[:40], f"{name!r:.40} is no field; fields are {', '.join(names)}")
@@ -223,7 +223,7 @@ def _no_constant(name: str):
 def generator_of(values: dict[str, Any], model: Model, limits: Limits):
     """The model's generator with the settings of a request.
 
-    Samples of a request without a seed differ from those of the next one.
+    Samples of a request without a seed differ from those of the next request.
     """
     given = {name: value_of(OPTIONS[name], values[name]) for name in OPTIONS if name in values}
     if (number := len(given.get("stop", ()))) > MAX_STOPS:
@@ -247,7 +247,7 @@ def generator_of(values: dict[str, Any], model: Model, limits: Limits):
 
 
 def value_of(option: Option, value):
-    """The value of a field, which may be a list; one text stands for a list of it."""
+    """The value of a field, which may be a list; a single text stands for a list of one."""
     if not option.is_list:
         return number_of(option, value)
     items = [value] if option.type is str and isinstance(value, str) else value
@@ -267,7 +267,7 @@ def number_of(option: Option, value) -> int | float:
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     if option.type is int and is_whole:
         return value
-    # A whole number that no float holds is out of all bounds.
+    # A whole number that does not fit a float is out of all bounds.
     if option.type is float and (is_whole or isinstance(value, float)):
         return value if abs(value) > 2**53 else float(value)
     kind = "a whole number" if option.type is int else "a number"
@@ -276,7 +276,7 @@ def number_of(option: Option, value) -> int | float:
 
 
 class WholePrompt(list):
-    """Token ids before which nothing is put."""
+    """Token ids to which nothing is prepended."""
 
 
 def prompt_of(model: Model, limits: Limits, fault, name: str, item) -> list[int]:
@@ -308,7 +308,7 @@ def wrong(field: str | None, message: str) -> Refusal:
 
 
 def excerpt(value) -> str:
-    """A value as JSON, cut where it is long."""
+    """A value as JSON, truncated if it is long."""
     kinds = {dict: "an object", list: "a list", str: "a text", bool: "", type(None): ""}
     kind = kinds.get(type(value), "a number")
     text = json.dumps(value) if not isinstance(value, int) or abs(value) < 10**30 else "huge"

@@ -2,7 +2,7 @@
 """The batches that inputs of the request queue join, and the threads that answer them.
 
 `Worker` is the thread that runs the model, `Compiler` the one that compiles what new shapes of
-inputs need, while the worker goes on with others. `RequestQueue` stands between them and the
+inputs need, while the worker goes on with others. `RequestQueue` is between them and the
 event loop (service.py).
 """
 
@@ -41,7 +41,7 @@ LOG = logging.getLogger(__name__)
 STEPS = (8, 4)
 # What the compiler takes first.
 _ENDING, _ASKED, _PLANNED = range(3)
-# Inputs that are read at once, so that the others' next tokens do not wait for long.
+# Maximum number of inputs read at once, so that the others' next tokens do not wait long.
 MOST_JOINING = 8
 
 
@@ -53,11 +53,11 @@ class Worker(threading.Thread):
     others go before them.
 
     Attributes:
-        queue: the request queue, with the inputs that wait.
+        queue: request queue, with the inputs that wait.
         is_ready: whether the first programs are compiled, and inputs are taken.
         asked: number of inputs that were answered, by shape.
-        error: the error that ended the thread.
-        compiler: the thread that compiles the programs that inputs wait for.
+        error: error that ended the thread.
+        compiler: thread that compiles the programs that inputs wait for.
         heartbeat_s: time of its last decode steps, by the clock `time.monotonic`.
     """
 
@@ -81,13 +81,13 @@ class Worker(threading.Thread):
         self._generators: dict[ProgramShape, Generator] = {}
         # Batches by kind.
         self._batches: dict[tuple, Batch] = {}
-        # The largest batch that the programs of a shape are compiled for.
+        # The largest batch for which the programs of a shape are compiled.
         self._compiled: dict[ProgramShape, int] = {}
-        # And of shapes whose next larger batch could not be compiled, the largest to ask for.
+        # For shapes whose next larger batch could not be compiled, the largest to ask for.
         self._most: dict[ProgramShape, int] = {}
-        # Shapes of which no batch was decoded since they were compiled.
+        # Shapes with no batch decoded since they were compiled.
         self._unused: set[ProgramShape] = set()
-        # Experts outside of the device are moved by one thread at a time.
+        # Experts outside the device are moved by one thread at a time.
         self._moving = threading.Lock()
         self.is_ready, self.error = False, None
         self.heartbeat_s = time.monotonic()
@@ -105,12 +105,12 @@ class Worker(threading.Thread):
 
     @property
     def is_warm(self) -> bool:
-        """Whether all programs are compiled that are without being asked for."""
+        """Whether all programs that are compiled without being asked for are done."""
         return self.is_ready and not self.compiler.planned
 
     @property
     def compiled(self) -> dict[ProgramShape, int]:
-        """Shapes whose programs are compiled, with most inputs that are decoded together."""
+        """Shapes whose programs are compiled, with the most inputs decoded together."""
         return {shape: size for shape, size in list(self._compiled.items()) if size}
 
     def run(self) -> None:
@@ -134,9 +134,9 @@ class Worker(threading.Thread):
             self._batches.clear()
 
     def candidates(self) -> list[QueuedInput]:
-        """The inputs that may join a batch now, those that go first in front.
+        """The inputs that may join a batch now, in order of priority.
 
-        It is where other policies of scheduling differ (bench/continuous_batching.py).
+        This is where other scheduling policies differ (bench/continuous_batching.py).
         """
         return self.queue.waiting()
 
@@ -151,7 +151,7 @@ class Worker(threading.Thread):
             size = len(others) + 1 + (len(batch.inputs) if batch else 0)
             shape = shapes.get(kind, each.shape).joined(each.shape)
             if kind in full or size > self._most_inputs(shape):
-                # No later one goes before it, of a smaller shape: it might wait for ever.
+                # No later input of a smaller shape goes before it: it might wait forever.
                 full.add(kind)
                 continue
             if self._num_compiled(shape) < size:
@@ -232,12 +232,12 @@ class Worker(threading.Thread):
                 each.deliver(Failure(each.number))
 
     def _moving_experts(self):
-        """A context in which experts outside of the device are this thread's alone."""
+        """A context in which only this thread moves experts outside the device."""
         return contextlib.nullcontext() if self._model.experts is None else self._moving
 
     @contextlib.contextmanager
     def _moving_experts_last(self):
-        """As `_moving_experts`, for one program that is compiled: batches that wait go next."""
+        """As `_moving_experts`, for one program being compiled: waiting batches go next."""
         with self._moving_experts():
             yield
         if self._model.experts is not None:
@@ -257,7 +257,7 @@ class Worker(threading.Thread):
     def _generator(self, shape: ProgramShape) -> Generator:
         key = dataclasses.replace(shape, prompt_length=0)
         if key not in self._generators:
-            # What is each input's own is given with it: one program for all.
+            # Settings of single inputs are passed with them: one program serves all.
             self._generators[key] = self._model.generator(
                 batch_size=self._limits.batch_size, **shape.settings
             )
@@ -275,28 +275,28 @@ class Worker(threading.Thread):
         each.deliver(Answer(each.number, best, others))
 
     def _warm_up(self) -> None:
-        """Compiles the first of the programs that are wanted for sure; the compiler goes on.
+        """Compiles the first of the programs that are surely wanted; the compiler goes on.
 
-        They are those of shapes that were asked for before, and of the model's own way of
-        decoding of short prompts, for all batches and ways to shrink.
+        They are those of shapes that were asked for before, and of the model's own decoding
+        method for short prompts, for all batches and ways to shrink.
         """
         limits = self._limits
         longest = min(limits.warm_up_tokens, limits.prompt_length(limits.max_input_tokens))
         lengths = [length for length in PROMPT_LENGTHS if length <= longest]
         settings = self._model.decoding_config(**limits.warm_up(self._model.decoding))
         shapes = [ProgramShape.of([0] * length, settings, limits) for length in lengths]
-        if shapes:  # nothing is compiled ahead with warm_up_tokens=0
+        if shapes:  # with warm_up_tokens=0 nothing is compiled ahead
             shapes = list(dict.fromkeys((*self._asked_before, *shapes)))
             while not self._begins_with(shapes[0], is_last=len(shapes) == 1):
                 del shapes[0]
         self.compiler.plan(shapes)
 
     def _begins_with(self, shape: ProgramShape, *, is_last: bool) -> bool:
-        """Compiles the first programs of a shape; says whether that went well.
+        """Compiles the first programs of a shape; returns whether that succeeded.
 
         Raises:
             Exception: no program could be compiled, and no other shape is left, or it is one of
-                the model's own way of decoding.
+                the model's own decoding method.
         """
         LOG.info("compiling for one input: %s", shape)
         try:
@@ -310,16 +310,16 @@ class Worker(threading.Thread):
         return True
 
     def is_whole(self, shape: ProgramShape) -> bool:
-        """Whether no larger batch of a shape is to be compiled."""
+        """Whether no larger batch of a shape remains to be compiled."""
         return self._compiled.get(shape, 0) >= self._most_inputs(shape)
 
     def _most_inputs(self, shape: ProgramShape) -> int:
-        """Most inputs of a shape that are decoded together, once that is compiled."""
+        """The most inputs of a shape that are decoded together once that is compiled."""
         return min(self._limits.batch_size, self._most.get(shape, self._limits.batch_size))
 
     def _covering(self, shape: ProgramShape, size: int) -> ProgramShape | None:
-        """The smallest shape with compiled programs for so many inputs of a shape, which are
-        padded further; None where there is none."""
+        """The smallest shape with compiled programs for `size` inputs of a shape, which are
+        padded further; None if there is none."""
         fits = [
             each
             for each in self.compiled
@@ -333,8 +333,8 @@ class Worker(threading.Thread):
     def _num_compiled(self, shape: ProgramShape) -> int:
         """Number of inputs of a shape that the compiled and kept programs take.
 
-        New programs count as kept, so that each compilation is followed by a batch also where
-        not even one shape's programs can be kept.
+        New programs count as kept, so that each compilation is followed by a batch even if not
+        even one shape's programs can be kept.
         """
         size = self._compiled.get(shape, 0)
         if not size or shape in self._unused:
@@ -346,7 +346,7 @@ class Worker(threading.Thread):
 
     def compile_more(self, shape: ProgramShape) -> None:
         """Compiles what the next larger batch of a shape needs to begin, to be joined by few
-        or many inputs, and to shrink; nothing where there is none."""
+        or many inputs, and to shrink; nothing if there is none."""
         generator = self._generator(shape)
         # On a mesh they are multiples of the devices that split them.
         sizes = generator.devices.batches(generator.config, BATCHES)
@@ -354,9 +354,9 @@ class Worker(threading.Thread):
         num_compiled = self._num_compiled(shape)
         size = next((size for size in sizes if num_compiled < size <= most), None)
         if size is None:
-            return  # it has been compiled since it was asked for
+            return  # it was compiled after it was asked for
         smaller = (0, *sizes)[: sizes.index(size) + 1]
-        # The least inputs of each size that can join one that goes on.
+        # The fewest inputs of each size that can join a running batch.
         joining = [each + 1 for each in smaller if each < min(MOST_JOINING, size - 1)]
         longest = min(len(joining) + 2, shape.answer_length)
         with self._moving_experts():
@@ -375,7 +375,7 @@ class Worker(threading.Thread):
         self.queue.notify()
 
     def _read_ones(self, running: RunningBatch, shape: ProgramShape, number: int, longest: int):
-        """Joins inputs of one token to a batch; one of them has the longest answer."""
+        """Joins one-token inputs to a batch; one of them has the longest answer."""
         inputs = [
             QueuedInput([1], DecodingConfig(1 if i else longest), i, shape, id)
             for i in range(number)
@@ -385,10 +385,10 @@ class Worker(threading.Thread):
                 self._read(running, inputs[first : first + MOST_JOINING], shape, {})
 
     def give_up(self, shape: ProgramShape) -> None:
-        """Has no larger batch of a shape asked for than is compiled.
+        """Lets no larger batch of a shape be asked for than is compiled.
 
-        Where none is, its inputs fail; the next one is tried again, alone. Smaller shapes that
-        were to be joined to it are decoded apart.
+        If none is, its inputs fail; the next one is tried again, alone. Smaller shapes that
+        were to be joined to it are decoded separately.
         """
         size = self._num_compiled(shape)
         self._most[shape] = max(1, size)
@@ -404,8 +404,8 @@ class Batch:
     """Inputs that are decoded together.
 
     Attributes:
-        shape: the shape that the batch's programs are compiled for.
-        inputs_by_name: the inputs, by the names that `running` gives them.
+        shape: shape for which the batch's programs are compiled.
+        inputs_by_name: inputs, by the names that `running` gives them.
         is_full: whether more inputs wait for it than it has free rows.
     """
 
@@ -419,14 +419,14 @@ class Batch:
         return list(self.inputs_by_name.values())
 
     def abandon(self) -> None:
-        """Decodes those no further whose clients left."""
+        """Stops decoding the inputs whose clients left."""
         gone = [name for name, each in self.inputs_by_name.items() if each.is_abandoned]
         self.running.abandon(gone)
         for name in gone:
             del self.inputs_by_name[name]
 
     def deliver_tokens(self) -> None:
-        """Gives streams what they have so far."""
+        """Gives streams the tokens that they have so far."""
         for name, so_far in self.running.so_far().items():
             each = self.inputs_by_name[name]
             if each.is_streaming and math.isfinite(so_far.score):  # else it gets no answer
@@ -437,8 +437,8 @@ class Compiler(threading.Thread):
     """Compiles what inputs wait for, while the worker answers those that have programs.
 
     A shape begins with the programs of one input, and gets those of larger batches when more
-    inputs wait than its programs take. While none waits, the shapes that are planned get
-    theirs, the next larger batch of each in turn.
+    inputs wait than its programs take. While none waits, the planned shapes get theirs, the
+    next larger batch of each in turn.
 
     Attributes:
         planned: shapes whose programs are compiled without being asked for.
@@ -447,7 +447,7 @@ class Compiler(threading.Thread):
     def __init__(self, worker: Worker):
         super().__init__(name="switchx-compiler", daemon=True)
         self._worker = worker
-        # The lowest numbers go first; the second ones keep the order of what was put.
+        # The lowest numbers go first; the second numbers keep the order of insertion.
         self._wanted: queue.PriorityQueue[tuple[int, int, ProgramShape | None]] = (
             queue.PriorityQueue()
         )
@@ -456,19 +456,19 @@ class Compiler(threading.Thread):
         self.planned: set[ProgramShape] = set()
 
     def ask(self, shape: ProgramShape) -> None:
-        """Has the programs of the shape's next larger batch compiled, if they are not being."""
+        """Requests the programs of the shape's next larger batch, unless already requested."""
         if shape not in self._asked:
             self._asked.add(shape)
             self._put(_ASKED, shape)
 
     def plan(self, shapes: Sequence[ProgramShape]) -> None:
-        """Has all programs of these shapes compiled."""
+        """Requests that all programs of these shapes be compiled."""
         self.planned.update(shapes)
         for shape in shapes:
             self._put(_PLANNED, shape)
 
     def close(self) -> None:
-        """Ends it after its program."""
+        """Ends the thread after its current program."""
         self._put(_ENDING, None)
 
     def _put(self, priority: int, shape: ProgramShape | None) -> None:
@@ -487,7 +487,7 @@ class Compiler(threading.Thread):
             self._worker.queue.notify()
 
     def _compile(self, shape: ProgramShape) -> bool:
-        """Compiles the programs of a shape's next larger batch; says whether it is the last."""
+        """Compiles the programs of a shape's next larger batch; returns whether it was last."""
         LOG.info("compiling the next program of %s", shape)
         try:
             self._worker.compile_more(shape)

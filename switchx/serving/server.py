@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process: a socket, uvicorn, and an end that loses no answer.
 
-SIGTERM (or Ctrl-C) stops new requests, which get 503 (those on their way, too), and waits for
-those that run; a second one does not wait. SIGHUP has the models loaded again (models.py).
+SIGTERM (or Ctrl-C) stops new requests, which get 503 (also those on their way), and waits for
+running ones; a second signal does not wait. SIGHUP reloads the models (models.py).
 """
 
 import contextlib
@@ -23,18 +23,18 @@ from switchx.serving.models import Models, Reloader
 
 LOG = logging.getLogger(__name__)
 SEND_BUFFER_BYTES = 256 << 10
-# Beside connections: of the model, the log, libraries.
+# Open files besides connections: of the model, the log, libraries.
 OTHER_FILES = 256
-# Closing at once would reset connections with requests that were sent and are not read yet.
+# Closing at once would reset connections with requests that were sent but not yet read.
 LEAST_DRAIN_S = 0.5
 STOPPED = "the server stopped before the answer; ask another one"
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes any that is free.
+    """A listening socket; port 0 takes any free port.
 
     Raises:
-        OSError: the address is another's, or none of this machine.
+        OSError: the address is in use, or does not belong to this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -45,7 +45,7 @@ def open_socket(host: str, port: int) -> socket.socket:
         raise OSError(
             f"cannot listen on {host}:{port}: {error}; use another {option}"
         ) from error
-    # Connections have it from their listener. The system's own choice is up to megabytes, which
+    # Connections inherit it from their listener. The system's default is up to megabytes, which
     # a client that reads nothing would hold.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     return listener
@@ -55,7 +55,7 @@ class Server(uvicorn.Server):
     """Uvicorn, with an end in two steps: drain, then stop.
 
     Attributes:
-        is_cut_short: whether it stopped before all was answered.
+        is_cut_short: whether it stopped before everything was answered.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Server(uvicorn.Server):
 
         Args:
             token, hosts: see `make_app`.
-            reloader: the models' reloader, which SIGHUP starts; None leaves that signal alone.
+            reloader: the models' reloader, started by SIGHUP; None leaves that signal alone.
         """
 
         class Protocol(BoundedProtocol):
@@ -89,7 +89,7 @@ class Server(uvicorn.Server):
             timeout_graceful_shutdown=1,
         )
         super().__init__(config)
-        # Faults of clients are not logged; failures of ours are, by the routes.
+        # Clients' faults are not logged; our own failures are, by the routes.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         self._models, self._reloader, self._drain_begin_s = models, reloader, None
         self._was_ready = self.is_cut_short = False
@@ -102,7 +102,7 @@ class Server(uvicorn.Server):
             self.is_cut_short = self.should_exit = self.force_exit = True
 
     def drain(self) -> None:
-        """Takes no new requests, and stops when those that run are answered."""
+        """Takes no new requests, and stops when running ones are answered."""
         self._models.is_draining = True
         self._drain_begin_s = time.monotonic()
         LOG.info("stopping: %d requests are still answered", self._models.num_open)
@@ -131,7 +131,7 @@ class Server(uvicorn.Server):
         return num_staying(self.server_state.connections)
 
     def run_until_stopped(self, listener: socket.socket) -> bool:
-        """Serves; returns whether all that was taken was answered."""
+        """Serves; returns whether all requests that were taken were answered."""
         allow_open_files(self._models.limits.max_connections + RESERVED_CONNECTIONS)
         try:
             with self._reloading():
@@ -142,12 +142,12 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def _reloading(self):
-        """A context in which SIGHUP has the models loaded again."""
+        """A context in which SIGHUP reloads the models."""
         if self._reloader is None:
             yield
             return
         self._reloader.start()
-        # Python runs handlers of signals in the main thread alone.
+        # Python runs signal handlers only in the main thread.
         is_main = threading.current_thread() is threading.main_thread()
         ask = self._reloader.ask
         previous = is_main and signal.signal(signal.SIGHUP, lambda *_: ask())
@@ -162,7 +162,7 @@ class Server(uvicorn.Server):
 def allow_open_files(number: int) -> None:
     """Raises the process's soft limit of open files so that `number` connections fit.
 
-    Where the hard limit is lower, connections beyond it wait to be accepted.
+    If the hard limit is lower, connections beyond it wait to be accepted.
     """
     needed = number + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -2,7 +2,7 @@
 """A model that answers requests, seen from the event loop: requests in, events out.
 
 `Service` admits requests and puts their inputs into the queue whose worker (scheduler.py)
-answers them; `Events` is what comes back for one of them. models.py has those of a server.
+answers them; `Events` is what one of them gets back. models.py has a server's services.
 """
 
 import asyncio
@@ -63,7 +63,7 @@ class Service:
 
     @property
     def num_waiting(self) -> int:
-        """Inputs in the queue."""
+        """Number of inputs in the queue."""
         return len(self._queue)
 
     @contextlib.contextmanager
@@ -86,7 +86,7 @@ class Service:
     async def events(self, request: GenerateRequest) -> AsyncIterator["Events"]:
         """The events of a request's inputs, until each has its answer.
 
-        Where the context is left before that, the inputs are abandoned: they leave the request
+        If the context is left before that, the inputs are abandoned: they leave the request
         queue, or are decoded no further.
 
         Raises:
@@ -96,7 +96,7 @@ class Service:
         loop = asyncio.get_running_loop()
 
         def deliver(event: Event) -> None:
-            # A loop that is closed has no clients any more.
+            # A closed loop has no more clients.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(events.put, event)
 
@@ -125,7 +125,7 @@ class Service:
             self.metrics.abandoned.inc(len(events.unanswered))
 
     def _require_worker(self) -> None:
-        """Raises Refusal: nothing is answered any more."""
+        """Raises Refusal if nothing is answered any more."""
         if self.worker.error is not None:
             raise Refusal(503, "the model is not running any more; the server's log says why")
 
@@ -143,8 +143,8 @@ class Service:
 class Events:
     """An asynchronous iterator over the events of a request's inputs, for one event loop.
 
-    A later event of an input takes the place of an unread earlier one, whose contents it
-    includes. So for a client that reads slowly at most one event for each input waits.
+    A later event of an input replaces an unread earlier one, whose contents it includes. So at
+    most one event per input waits for a client that reads slowly.
 
     Attributes:
         unanswered: numbers of the inputs without an answer.
@@ -161,23 +161,23 @@ class Events:
         self._refusal: Refusal | None = None
 
     def put(self, event: Event) -> None:
-        # An input whose batch fails after its answer has its answer.
+        # An input whose batch fails after its answer keeps its answer.
         is_answered = isinstance(self._waiting.get(event.number), Answer)
         if event.number in self.unanswered and not is_answered:
             self._waiting[event.number] = event
             self._has_news.set()
 
     def refuse(self, refusal: Refusal) -> None:
-        """Whatever is not answered is refused."""
+        """Refuses whatever is not answered."""
         self._refusal = refusal
         self._has_news.set()
 
     def end(self, number: int, num_tokens: int, reason: str) -> None:
-        """Ends an input of which the reader needs nothing more, answered or not.
+        """Ends an input from which the reader needs nothing more, answered or not.
 
         Args:
             num_tokens: number of tokens that the reader took.
-            reason: `stop` at an end or a stop string, `length` where it was cut off.
+            reason: `stop` at an end or a stop string, `length` if it was cut off.
         """
         self.unanswered.discard(number)
         self._waiting.pop(number, None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server is made of: switchx, its commit, JAX and the device."""
+"""Versions of a server's parts: switchx, its commit, JAX and the device."""
 
 import functools
 import importlib.metadata

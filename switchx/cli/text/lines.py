@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `switchx generate` and `switchx score` share: lines in, a model, lines out.
 
-All lines are read and checked before anything is computed. Then they are computed in shards,
-in any order inside of one, and written in theirs.
+All lines are read and checked before anything is computed. They are then computed in shards,
+in any order within a shard, and written in their original order.
 """
 
 import argparse
@@ -24,19 +24,19 @@ BATCHES_PER_SHARD = 8
 
 
 FLAGS = {
-    "--batch_size=N": (int, "lines at once"),
-    "--max_input_tokens=N": "longer lines are an error; attention takes the square of it in "
-    "memory",
+    "--batch_size=N": (int, "lines processed at once"),
+    "--max_input_tokens=N": "maximum number of tokens of a line, longer ones are an error; "
+    "attention's memory grows with its square",
     "--record=FILE": "also write where every token was routed, a Parquet file "
     "(docs/records.md)",
-    "--capacity=dropless|trained": "of experts: dropless drops no token, and a line's result "
-    "depends on that line alone; trained drops as evaluation does, and it depends on the other "
-    "lines of its batch",
+    "--capacity=dropless|trained": "capacity of experts: dropless drops no token, and a line's "
+    "result depends on that line alone; trained drops as evaluation does, and results depend "
+    "on the other lines of the batch",
 }
 
 
 def add_arguments(parser: shared.CommandParser, input_help: str) -> None:
-    """The model, the input, the output, and how inputs are batched."""
+    """Adds the model, the input, the output, and how inputs are batched."""
     shared.add_model_dir(parser, "run folder of `switchx train`, or of `switchx quantize`")
     expert_arguments.add_loading(parser)
     parser.add_argument(
@@ -45,7 +45,7 @@ def add_arguments(parser: shared.CommandParser, input_help: str) -> None:
         metavar="FILE",
         help=f"{input_help}; default: -, standard input",
     )
-    shared.add_output(parser, "file to write or to go on with; default: standard output")
+    shared.add_output(parser, "file to write or continue; default: standard output")
     shared.add_flags(parser, FLAGS, batch_size=32, max_input_tokens=2048, capacity="dropless")
 
 
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace, answer: Callable[..., None]) -> int:
 
 
 def load_model(arguments: argparse.Namespace, reporter):
-    """The `switchx.api.Model`; says where results are not a line's own.
+    """The `switchx.api.Model`; notes when results depend on more than a line itself.
 
     Raises:
         ValueError: there is no such model, or it has no vocabulary.
@@ -98,7 +98,7 @@ def load_model(arguments: argparse.Namespace, reporter):
 
 @contextlib.contextmanager
 def recording(arguments: argparse.Namespace, model, reporter):
-    """The writer of `--record`, or None; at its end the file is there, and its size is said.
+    """The writer of `--record`, or None; at the end writes the file and reports its size.
 
     Raises:
         ValueError: the model has no Switch layers, or the file cannot be written.
@@ -119,7 +119,7 @@ def read_lines(name: str) -> list[str]:
     """The lines of a UTF-8 file, or of standard input until its end (`-`).
 
     Line feeds end lines; a carriage return before one belongs to it, and the end of the file
-    ends the last line. A byte order mark is no text.
+    ends the last line. A byte order mark is not part of the text.
 
     Raises:
         ValueError: there is no such file, it has no lines, or some are not UTF-8.
@@ -157,7 +157,7 @@ def encoded(
     """Token ids of a text.
 
     Args:
-        at: begins an error's text, which is to be said after a line's number.
+        at: beginning of an error's text, which is shown after a line's number.
 
     Raises:
         ValueError: the text cannot be encoded or is too long.
@@ -175,7 +175,7 @@ def check(name: str, lines: Sequence, read_line: Callable[[Any], Any]) -> list:
     """Reads each line by `read_line` and returns the results.
 
     Raises:
-        ValueError: `read_line` refuses some; the message has their numbers and the reasons.
+        ValueError: `read_line` refuses some lines; the message has their numbers and why.
     """
     read, faults = [], []
     for number, line in enumerate(lines, 1):
@@ -201,14 +201,14 @@ def write(
     compute: Callable[[Sequence[str], int], Iterable[tuple[int, str]]],
     reporter,
 ) -> Iterator[str]:
-    """Computes and writes a line for each line, going on where the output ends.
+    """Computes and writes an output line for each line, going on where the output ends.
 
     Args:
         settings: the command's own settings that decide what is written.
         compute: see `run_in_shards`.
 
     Returns:
-        All lines of the output, with the lines that were there before.
+        All lines of the output, including the lines that were there before.
     """
     from switchx.cli.text.resumable_output import ResumableOutput, StandardOutput
 
@@ -245,7 +245,7 @@ def run_in_shards(
     """Writes a line for each input from `output.num_lines` on, a shard at a time.
 
     Args:
-        compute: gives each input's number and its line, of a shard and its first number.
+        compute: yields each input's number and output line, given a shard and its first number.
     """
     done, total = output.num_lines, len(inputs)
     if done:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file of one output line an input line, which goes on where a killed command left it.
+"""A file of one output line per input line, which goes on where a killed command left it.
 
-Whole shards are appended and flushed to the disk; then `FILE.progress.json` beside it says how
-many lines there are, of which inputs and settings, and their checksums. Whatever the output
-holds beyond that is of a shard that was cut off, and is written again.
+Whole shards are appended and flushed to the disk; then `FILE.progress.json` beside it records
+how many lines there are, for which inputs and settings, and their checksums. Whatever the
+output holds beyond that belongs to an interrupted shard, and is written again.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from switchx.files import write_atomically
 
 
 class StandardOutput(contextlib.nullcontext):
-    """Lines printed; nothing to go on from."""
+    """Lines printed to standard output, which cannot be resumed."""
 
     def __init__(self):
         super().__init__(self)
@@ -49,7 +49,7 @@ class ResumableOutput:
 
         Args:
             inputs: all input lines, one for each line of output.
-            settings: JSON, whatever else decides what is written.
+            settings: JSON of everything else that determines what is written.
         """
         self.path = pathlib.Path(path).expanduser()
         self.progress = self.path.with_name(f"{self.path.name}.progress.json")
@@ -62,8 +62,8 @@ class ResumableOutput:
         """Opens the file and checks that it is the beginning of what is to be written.
 
         Raises:
-            ValueError: the file is no such output, has other inputs or settings, was changed,
-                is being written by another process, or cannot be written.
+            ValueError: the file is not such an output, has other inputs or settings, was
+                changed, is being written by another process, or cannot be written.
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""C4 and mC4, as prepared by TFDS' own builders; read here without TensorFlow.
+"""C4 and mC4, as prepared by TFDS's own builders; read here without TensorFlow.
 
-ArrayRecord and TFRecord are read where they lie; TFRecord that was packed by gzip is prepared
+ArrayRecord and TFRecord are read in place; TFRecord compressed with gzip is prepared
 first.
 
 Raffel et al. 2020 (arXiv:1910.10683), section 2.2; Xue et al. 2021 (arXiv:2010.11934).
@@ -19,14 +19,14 @@ from switchx.fields import check_choices, require
 
 @dataclasses.dataclass(frozen=True)
 class C4:
-    """The newest version below DATA_DIR/c4, in the ArrayRecord or the TFRecord format.
+    """The newest version in DATA_DIR/c4, in the ArrayRecord or the TFRecord format.
 
-    Preparing it takes TFDS with TensorFlow and Beam and a cluster; what is published as
+    Preparing it takes TFDS with TensorFlow and Beam and a cluster; the version published as
     JSON lines (allenai/c4) is read by TextFiles.
 
     Attributes:
-        variant: config of TFDS.
-        language: language of the variant `multilingual`, such as `de`; this corpus' train and
+        variant: TFDS config.
+        language: language of the variant `multilingual`, such as `de`; this corpus's train and
             validation are then its splits `de` and `de-validation`.
     """
 
@@ -52,7 +52,7 @@ class C4:
             data_dir: data folder, or an address that TFDS can read (`gs://...`).
 
         Raises:
-            ValueError: not prepared, in another format, damaged, or no such split.
+            ValueError: C4 is not prepared, in another format or damaged, or has no such split.
         """
         require_split(self.name, split, ("train", "validation"))
         folder = find_folder(f"c4/{self.variant}", data_dir)

@@ -11,21 +11,21 @@ from switchx.data.corpora.packed_files import name_of
 from switchx.data.corpora.sound_records import SoundRecords
 from switchx.object_store import Folder
 
-# Names kept of files that are left out for one reason; all are counted.
+# Names kept of files that are left out for one reason; all files are counted.
 _MOST_NAMES = 20
 
 
 @dataclasses.dataclass(frozen=True)
 class Account:
-    """Counts of a corpus' files that were read and that were left out.
+    """Counts of a corpus's files that were read and that were left out.
 
     Attributes:
         corpus: name of the corpus.
         files: numbers of files that were read, by suffix.
-        num_bytes: bytes of these files on the disk.
-        left_out: by reason, the number of files, folders and links, and the names of the first.
+        num_bytes: size of these files on disk, in bytes.
+        left_out: number of files, folders and links, and names of the first ones, by reason.
         rows: number of lines of text or rows of tables that were read; None if not counted.
-        rows_left_out: by reason, the number of rows that gave no document.
+        rows_left_out: number of rows that gave no document, by reason.
         documents: numbers of examples, by split.
     """
 
@@ -54,7 +54,7 @@ class Account:
         return cls(corpus, dict(sorted(suffixes.items())), sum(files.values()), named)
 
     def __str__(self) -> str:
-        """A line, and another one for what was left out."""
+        """One line, and another one for what was left out."""
         kinds = ", ".join(f"{number:,} {kind}" for kind, number in self.files.items())
         documents = ", ".join(f"{n:,} in {split}" for split, n in self.documents.items())
         rows = "" if self.rows is None else f", {self.rows:,} rows"
@@ -80,7 +80,7 @@ class CorpusSource:
         fields: keys of an example: `text`, or `inputs` and `targets`, or a user's own.
         records: examples, dictionaries with texts (or their UTF-8 bytes) for `fields` and
             possibly for other keys.
-        accounts: accounts of the files that they were read from; several for a sum of splits.
+        accounts: accounts of the files that were read; several for a sum of splits.
     """
 
     name: str
@@ -98,7 +98,7 @@ class CorpusSource:
         Raises:
             IndexError: `index` is not in [0, len).
             ValueError: the record cannot be read, or is not UTF-8; the message names the file,
-                the record and the way out.
+                the record and the remedy.
         """
         if not 0 <= index < len(self.records):
             raise IndexError(f"{self.name} has {len(self.records)} examples; index={index}")
@@ -121,14 +121,14 @@ class Corpus(Protocol):
     def name(self) -> str: ...
 
     def open(self, split: str, data_dir: str | None) -> CorpusSource:
-        """Examples of `split`, prepared first where they are not yet.
+        """Examples of `split`, prepared first if they are not yet.
 
         Args:
-            data_dir: folder in which data is looked for and prepared; None takes the
-                environment variable SWITCHX_DATA_DIR, without it the cache.
+            data_dir: folder in which data are searched for and prepared; None takes the
+                environment variable SWITCHX_DATA_DIR, or without it the cache.
 
         Raises:
-            ValueError: no such split, or data that is missing, unreadable or empty.
+            ValueError: there is no such split, or data are missing, unreadable or empty.
         """
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of a corpus: found in folders, each once, and what else lies there by reason.
+"""The files of a corpus: found in folders, each once, and all others by why they are left out.
 
 Links are followed, also to folders. Hidden files and folders (`._a.txt`, `.ipynb_checkpoints`)
-are what an editor, a notebook or a system keeps, not what a user wrote: they are left out.
+belong to an editor, a notebook or the system, not to what a user wrote: they are left out.
 """
 
 import collections
@@ -23,11 +23,11 @@ class FoundFiles:
     """The files in some folders.
 
     Attributes:
-        files: bytes of each file, by path; sorted within each folder that was named.
-        left_out: by reason, names of files, folders and links.
-        seen: real paths that were read or searched, so that nothing is read twice by links or
-            because it is named twice.
-        wants: whether files of a name are read. Of others, links by such a name still are.
+        files: size of each file in bytes, by path; sorted within each folder that was named.
+        left_out: names of files, folders and links, by reason.
+        seen: real paths that were read or searched, so that nothing is read twice through links
+            or because it is named twice.
+        wants: whether files of a name are read. Links by such a name to other files are, too.
     """
 
     files: dict[Folder, int] = dataclasses.field(default_factory=dict)
@@ -42,7 +42,7 @@ class FoundFiles:
         """Finds a file, or all in a folder, here or in a store; returns what is new.
 
         Args:
-            ignored: names of files and folders that are of no interest, and not said.
+            ignored: pattern of names of files and folders to skip without counting them.
 
         Raises:
             ValueError: the path does not exist, or a folder in it cannot be read.
@@ -62,7 +62,7 @@ class FoundFiles:
         return [path for path in self.files if path not in known]
 
     def add_entries(self, folder: Path) -> None:
-        """Finds the files that are in a folder on this machine itself, and not below it.
+        """Finds the files directly in a folder on this machine, not in its subfolders.
 
         Raises:
             ValueError: the folder cannot be read.
@@ -78,7 +78,7 @@ class FoundFiles:
                 self.left_out[reason].append(entry.name)
 
     def leave_out(self, path: Folder, reason: str) -> None:
-        """Moves a file from those that are read."""
+        """Moves a file from those to be read to those left out."""
         del self.files[path]
         self.left_out[reason].append(path.name)
 
@@ -117,7 +117,7 @@ def _find_in_store(root: Folder, found: FoundFiles) -> None:
 
 
 def _find_here(root: Path, found: FoundFiles, ignored: re.Pattern | None) -> None:
-    """Goes through folders first, then through links, so that a file below the root has its
+    """Goes through folders first, then through links, so that a file below the root keeps its
     own name, whatever links lead to it."""
     files, folders, links, seen = {}, [root], [], found.seen
     while folders or links:

@@ -43,9 +43,9 @@ Pair = tuple[Path, Path]
 class Multi30k:
     """Line-aligned captions, `{"inputs": source, "targets": target}`.
 
-    Files `<split>.<language>.gz`, or packed otherwise or not, are looked for in DATA_DIR and
-    DATA_DIR/multi30k, then likewise where SWITCHX_DATA_DIR says and in the cache; what is
-    not there is downloaded to `multi30k` in the first of them that can be written.
+    Files `<split>.<language>.gz`, or packed otherwise or not, are searched for in DATA_DIR and
+    DATA_DIR/multi30k, then likewise in SWITCHX_DATA_DIR and in the cache; missing files are
+    downloaded to `multi30k` in the first of these folders that can be written.
 
     Attributes:
         source, target: two of cs, de, en, fr. The 2017 test set has no Czech.
@@ -76,8 +76,8 @@ class Multi30k:
         """Split `train`, `validation`, `test_2016_flickr` or `test_2017_flickr`.
 
         Raises:
-            ValueError: no such split; files that are neither there nor to be downloaded,
-                unreadable, empty, or of different numbers of lines.
+            ValueError: there is no such split; or files are missing and cannot be downloaded,
+                are unreadable, empty, or differ in their numbers of lines.
         """
         require_split(self.name, split, self.splits)
         pairs = self._find(data_dir)
@@ -99,7 +99,7 @@ class Multi30k:
         return open_prepared(recipe, split, data_dir)
 
     def _find(self, data_dir: str | None) -> dict[str, Pair]:
-        """The splits of which a folder holds both languages."""
+        """The splits for which a folder holds both languages."""
         folders = [
             folder / subfolder
             for folder in locations.data_dirs(data_dir)
@@ -114,7 +114,7 @@ class Multi30k:
         return pairs
 
     def _download(self, data_dir: str | None) -> None:
-        """Fetches the files of all splits that are not there yet."""
+        """Downloads the missing files of all splits."""
         folder = locations.writable_dir(data_dir) / "multi30k"
         looked_in = ", ".join(map(str, locations.data_dirs(data_dir)))
         for split, language in itertools.product(self.splits, (self.source, self.target)):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of text by their suffix, plain or packed: their names, their bytes, their lines.
 
-A packed file (`.gz`, `.bz2`, `.xz`, `.zst`) holds streams one after another, as `cat a.gz b.gz`
-gives, and all of it is read or it is refused. Python's own files do less: those of bz2 and xz
-end without a word where something else follows a stream, that of gzip takes an empty file.
+A packed file (`.gz`, `.bz2`, `.xz`, `.zst`) holds one stream after another, as from `cat a.gz
+b.gz`, and is either read completely or refused. Python's own readers do less: bz2's and xz's
+end silently where something else follows a stream, and gzip's accepts an empty file.
 """
 
 import bz2
@@ -37,7 +37,7 @@ def _zstd() -> tuple[Callable[[], Any], type[Exception]]:
     return zstd.ZstdDecompressor, zstd.ZstdError
 
 
-# Suffix -> what makes the unpacker of one stream, and its error.
+# Suffix -> function that makes the unpacker of one stream, and its error.
 _UNPACKERS = {
     ".gz": lambda: (lambda: zlib.decompressobj(wbits=31), zlib.error),
     ".bz2": lambda: (bz2.BZ2Decompressor, OSError),
@@ -48,7 +48,7 @@ PACKINGS = tuple(_UNPACKERS)
 
 
 class Name(NamedTuple):
-    """`Notes.TXT.gz` is `Notes`, `.txt` and `.gz`: suffixes in lower case, `` where none is."""
+    """`Notes.TXT.gz` is `Notes`, `.txt` and `.gz`: suffixes in lower case, `` for none."""
 
     stem: str
     kind: str
@@ -64,7 +64,7 @@ def name_of(file: str) -> Name:
 
 
 def named(folder: Path, name: str) -> Path | None:
-    """The file of a name in a folder, plain or packed, suffixes in any case; None if none is.
+    """The file of a name in a folder, plain or packed, suffixes in any case; None if none.
 
     Raises:
         ValueError: two of them hold different texts, or the folder cannot be read.
@@ -80,8 +80,8 @@ def named(folder: Path, name: str) -> Path | None:
 def only(paths: Sequence[Folder]) -> "Folder | None":
     """The file with the shortest name among plain and packed files of one text, or None.
 
-    Taking both would give each document twice, and taking one of different texts the wrong
-    one.
+    Taking both would give each document twice, and taking one of two different texts might
+    take the wrong one.
 
     Raises:
         ValueError: the texts differ; the message names two of the files.
@@ -102,7 +102,7 @@ def opened(path: Folder) -> Iterator[BinaryIO]:
     """A file's bytes, unpacked; a packed one's without byte order marks.
 
     Raises:
-        ValueError: not to be read or not whole, also while it is read within the context.
+        ValueError: the file is unreadable or incomplete, also when read within the context.
     """
     packing = name_of(path.name).packing
     try:
@@ -122,7 +122,7 @@ def read_lines(path: Folder) -> Iterator[str]:
     `\r\n` becomes `\n`, and in a file without any `\n` so does `\r`.
 
     Raises:
-        ValueError: not to be read, or not UTF-8: names the file and the byte offset (of a
+        ValueError: the file is unreadable or not UTF-8; names it and the byte offset (for a
             packed file, in the unpacked text without byte order marks).
     """
     offset = 0

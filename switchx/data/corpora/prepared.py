@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A corpus that is prepared once, as ArrayRecord by a TFDS builder.
 
-Examples are written and read without TensorFlow. What is prepared is named by a key made of
-everything that determines it, `DATA_DIR/<corpus>/<key>/<version>/`, so changed inputs are
+Examples are written and read without TensorFlow. Prepared data are named by a key made from
+everything that determines them, `DATA_DIR/<corpus>/<key>/<version>/`, so changed inputs are
 prepared anew and never mixed with what was there. The folder is written under another name
 and renamed when complete: a killed preparation leaves nothing that is read later, and of two
 processes that prepare at once the second drops its copy.
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """The way in which a corpus is prepared.
+    """How a corpus is prepared.
 
     Attributes:
         name: name of the corpus, a Python identifier.
@@ -42,7 +42,7 @@ class Recipe:
             large corpus, names, sizes and times of its files.
         fields: keys of an example.
         make_splits: function that prepares the corpus: it returns the examples of each split.
-        account: account of the files, None where there are none; what was read of them is
+        account: account of the files, None if there are none; what was read from them is
             added.
         tally: counter of `rows`, and, by reason, of the rows that give no example, while the
             examples of `make_splits` are read.
@@ -59,7 +59,7 @@ class Recipe:
 
 
 class _Info(tfds.core.DatasetInfo):
-    # Nothing is read from a bucket; TFDS would make a temporary folder first, and leave it.
+    # Nothing is read from a bucket; TFDS would first make a temporary folder and leave it.
     def initialize_from_bucket(self): ...
 
 
@@ -98,19 +98,19 @@ class CorpusBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
                 digest.update(text.encode() + b"\0")
             yield number, example
         self.info.metadata[split] = digest.hexdigest()[:16]
-        self.info.metadata[_TALLY] = dict(self._recipe.tally)  # whole after the last split
+        self.info.metadata[_TALLY] = dict(self._recipe.tally)  # complete after the last split
 
-    # TFDS prints these to standard output; the caller says what there is to say.
+    # TFDS prints these to standard output; the caller reports what matters.
     def _log_download_bytes(self): ...
     def _log_download_done(self): ...
 
 
 def open_prepared(recipe: Recipe, split: str, data_dir: str | None) -> CorpusSource:
-    """Examples of one split of a recipe, prepared first where they are not yet.
+    """Examples of one split of a recipe, prepared first if they are not yet.
 
     Raises:
-        ValueError: no such split, a full disk, prepared data that was damaged since, or what
-            `recipe.make_splits` raises.
+        ValueError: there is no such split, the disk is full, prepared data were damaged since,
+            or `recipe.make_splits` raises it.
     """
     relative = f"{recipe.name}/{recipe.key}/{VERSION}"
     folder = locations.find_or_place(relative, data_dir)
@@ -151,7 +151,7 @@ def _damaged(recipe: Recipe, error: Exception, way_out: str) -> ValueError:
 
 @contextlib.contextmanager
 def _reading(recipe: Recipe) -> Iterator[None]:
-    """Turns errors in the context into errors of what is read, not of where it is written."""
+    """Turns errors in the context into errors of reading, not of writing."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -178,12 +178,12 @@ def _read(recipe: Recipe, examples: Iterable[dict[str, str]]) -> Iterator[dict[s
 
 
 def _prepare(recipe: Recipe, folder: Path) -> None:
-    """Writes the dataset that `folder` is to hold beside it, then renames it."""
+    """Writes the dataset beside `folder`, then renames it to `folder`."""
     _log.info("preparing %s in %s", recipe.name, folder)
     tfds.disable_progress_bar()
     root = folder.parents[2]
-    # Not TFDS' own incomplete folder: its name comes from the global `random`, so two
-    # processes with one seed would write into the same.
+    # Not TFDS's own incomplete folder: its name comes from the global `random`, so two
+    # processes with one seed would write into the same folder.
     try:
         with tempfile.TemporaryDirectory(prefix=".preparing_", dir=root) as staging:
             builder = CorpusBuilder(recipe, Path(staging))
@@ -191,7 +191,7 @@ def _prepare(recipe: Recipe, folder: Path) -> None:
             folder.parent.mkdir(parents=True, exist_ok=True)
             os.rename(builder.data_dir, folder)
     except (OSError, RuntimeError) as error:
-        # Another process that was faster left the same here.
+        # A faster process may have left the same data here.
         if not folder.exists():
             raise ValueError(
                 f"{recipe.name} cannot be prepared in {folder}: {error}; make room there, or "

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The embedded corpus: source and documentation of the running interpreter's library.
+"""The built-in corpus: source and documentation of the running interpreter's library.
 
-Every machine has it, nothing is downloaded. CPython 3.11 gives 29 MB of text; 11 MB without
-its `test` package and 8 MB with the further parts gone that Debian ships apart (its packages
-`libpython3-testsuite`, `idle`, `python3-tk`, ... bring them back).
+Every machine has it, nothing is downloaded. CPython 3.11 gives 29 MB of text, 11 MB without
+its `test` package, and 8 MB without the further parts that Debian ships separately (its
+packages `libpython3-testsuite`, `idle`, `python3-tk`, ... bring them back).
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from switchx.data.corpora.prepared import Recipe, open_prepared
 from switchx.data.corpora.text_files import cut_lines, hold_out, require_cut, text_digest
 from switchx.fields import require
 
-# Not of the library, or (the build's settings) written by a machine about itself.
+# Not part of the library, or (the build's settings) machine-generated about the machine.
 _LEFT_OUT = re.compile(r"(site|dist)-packages|__pycache__|_sysconfigdata.*|config-.*")
 _TOPICS = Path("pydoc_data/topics.py")
 
@@ -29,7 +29,7 @@ _BLOCK_START = re.compile(r"(?<=\n\n)(?=\S)")
 _TABLE_LINE = re.compile(r"\s*[\[({]*(?:[bru]{0,2}['\"]|[-+]?\d)")
 _MIN_TABLE_LINES = 40
 _MIN_TABLE_FRACTION = 0.7
-# Shorter blocks (`import sys`) may come again without teaching to recite.
+# Shorter blocks (`import sys`) may recur without teaching a model to recite.
 _MIN_DUPLICATE_CHARACTERS = 80
 
 
@@ -37,12 +37,12 @@ _MIN_DUPLICATE_CHARACTERS = 80
 class PythonStdlib:
     """The standard library as text.
 
-    Files that do not decode are left out, and generated tables; a block (what stands
-    between blank lines at top level, so licence headers too) that came before is dropped.
-    What is left of a file is held out for validation or not as a whole, by its hash.
+    Files that do not decode and generated tables are left out; a block (text between blank
+    lines at top level, so licence headers too) that occurred before is dropped. What remains
+    of a file is held out for validation, or not, as a whole, by its hash.
 
     Attributes:
-        validation_fraction: fraction of the files.
+        validation_fraction: fraction of the files held out for validation.
         max_characters: longest document; longer ones are cut, at definitions where possible.
     """
 
@@ -58,7 +58,7 @@ class PythonStdlib:
         """Split `train` or `validation`; examples are `{"text": ...}`. Takes seconds at first.
 
         Raises:
-            ValueError: no such split, or an interpreter without sources.
+            ValueError: there is no such split, or the interpreter has no sources.
         """
         root = Path(sysconfig.get_path("stdlib"))
         files = {path: (root / path).read_bytes() for path in _source_paths(root)}
@@ -88,7 +88,7 @@ class PythonStdlib:
 
 
 def clean(texts: Iterable[str]) -> list[str]:
-    """Drops tables and blocks that came before; texts that are left empty go."""
+    """Drops tables, blocks that occurred before, and texts that are left empty."""
     seen = set()
     cleaned = []
     for text in texts:
@@ -123,7 +123,7 @@ def _source_paths(root: Path) -> list[Path]:
 
 
 def _decode(files: dict[Path, bytes]) -> Iterator[str]:
-    """Texts by each file's own encoding, and pydoc's topics in place of their source."""
+    """Texts in each file's own encoding, with pydoc's topics instead of their source."""
     for path, content in files.items():
         if path == _TOPICS:
             continue

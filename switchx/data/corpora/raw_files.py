@@ -3,8 +3,8 @@
 and tables of Apache Arrow.
 
 A row is a dictionary: by the header's names or, in a table without a header, by the number of
-the column (`0`, `1`, ...); the object of a line of JSON; an item of a JSON file, whose lists of
-rows may stand inside of other lists and objects (SQuAD's `data`).
+the column (`0`, `1`, ...); the object on a line of JSON; or an item of a JSON file, whose lists
+of rows may be inside other lists and objects (SQuAD's `data`).
 """
 
 import csv
@@ -33,11 +33,11 @@ class RawFile:
     """The format of a file.
 
     Attributes:
-        name: path below the folder, its suffixes in any case; the file may be compressed there.
+        name: path in the folder, its suffixes in any case; the file there may be compressed.
         has_header: whether a table has a header.
-        rows_in: key of a JSON file's object under which its list of rows is.
+        rows_in: key of a JSON file's object that holds its list of rows.
         skips_short_rows: whether rows of a table with fewer cells than its header are left out
-            and counted, as TFDS does with the few broken ones of GLUE.
+            and counted, as TFDS does with the few broken rows of GLUE.
     """
 
     name: str
@@ -46,7 +46,7 @@ class RawFile:
     skips_short_rows: bool = False
 
     def find(self, folder: Path) -> Path | None:
-        """The file in the folder, plain or packed, or none."""
+        """The file in the folder, plain or packed, or None."""
         return named(folder, self.name)
 
     def rows(self, path: Path, tally: Counter) -> Iterator[Row]:
@@ -54,12 +54,12 @@ class RawFile:
         return read_rows(path, self, tally)
 
     def state(self, path: Path) -> tuple:
-        """Values that change with the rows and are quickly known."""
+        """Values that change with the rows and are quick to get."""
         return str(path.resolve()), *state_of(path)
 
 
 def has_rows(name: Name) -> bool:
-    """Whether rows are read of files of this name; tables of Arrow are packed inside."""
+    """Whether files of this name are read as rows; Arrow tables are packed inside."""
     return name.kind in KINDS and not (name.kind in tables.KINDS and name.packing)
 
 
@@ -70,8 +70,8 @@ def read_rows(path: Path, file: RawFile, tally: Counter) -> Iterator[Row]:
         tally: counts `rows`, and by reason those that are left out.
 
     Raises:
-        ValueError: a file that cannot be read, is not UTF-8, or is not of its kind; the
-            message says the line.
+        ValueError: the file cannot be read, is not UTF-8, or is not of its kind; the message
+            has the line.
     """
     name = name_of(file.name)
     require(
@@ -112,7 +112,7 @@ def json_lines(path: Folder, tally: Counter) -> Iterator[tuple[str, Row]]:
     """Objects of a file of JSON lines, each with its place.
 
     Raises:
-        ValueError: as `read_rows`.
+        ValueError: as for `read_rows`.
     """
     for number, line in _lines(path, tally):
         place = f"{path}:{number}"
@@ -156,12 +156,12 @@ def _tsv_records(path: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def _csv_records(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Cells of each record, and the line that it begins in.
+    """Cells of each record, and the line on which it begins.
 
-    Quotes are read as RFC 4180 has them and no looser, as `csv` would even if it is strict:
-    then any number of quotes that is odd, of one that is missing or too many, is found.
+    Quotes are read as strictly as in RFC 4180, more strictly than by `csv` even in strict mode:
+    any odd number of quotes, because one is missing or one too many, is found.
     """
-    csv.field_size_limit(1 << 27)  # an article is longer than csv's limit
+    csv.field_size_limit(1 << 27)  # articles are longer than csv's limit
     record = []
 
     def lines() -> Iterator[str]:
@@ -193,7 +193,7 @@ def _csv_records(path: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def _fault_of_quotes(record: str) -> tuple[int, str] | None:
-    """The position and the kind of a wrong quote in a record; None where all are right."""
+    """The position and the kind of a wrong quote in a record; None if all are right."""
     at = 0
     while at < len(record):
         end = _CELL.match(record, at).end()

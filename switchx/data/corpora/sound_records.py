@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records of ArrayRecord or TFRecord files, where a damaged one is named with its file.
+"""Records of ArrayRecord or TFRecord files, where a damaged record is named with its file.
 
-Libraries say `Corrupted Riegeli/records file` at whatever step a record is read.
+Libraries only say `Corrupted Riegeli/records file`, at whatever step a record is read.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ class SoundRecords:
         records: records over all files, a sequence of a library.
         files: paths in the order of their records.
         lengths: number of records in each file.
-        way_out: the end of a message about a damaged file: what to do.
+        way_out: end of a message about a damaged file, which says what to do.
     """
 
     name: str
@@ -45,7 +45,7 @@ class SoundRecords:
 
         Raises:
             IndexError: `index` is not in [0, len).
-            ValueError: the record cannot be read; the message names file, record and way out.
+            ValueError: the record cannot be read; the message names file, record and remedy.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"{self.name} has {len(self)} records; index={index}")
@@ -53,11 +53,11 @@ class SoundRecords:
             return self.records[index]
         except MemoryError:
             raise
-        except Exception as error:  # of several libraries, which have no class in common
+        except Exception as error:  # of several libraries, with no common base class
             raise self.refusal(index, error) from error
 
     def refusal(self, index: int, error: Exception) -> ValueError:
-        """Names file, record and the way out."""
+        """An error that names the file, the record and the remedy."""
         ends = np.cumsum(self.lengths)
         number = int(np.searchsorted(ends, index, side="right"))
         place = index - int(ends[number]) + self.lengths[number]

@@ -3,7 +3,7 @@
 
 They work for every corpus: a corpus opens whole splits, and `open_split` takes parts of them.
 A bound is a number of examples or a percentage, rounded to the nearest example; a negative one
-counts from the end. Examples are those that a task reads, in the corpus' order.
+counts from the end. Examples are those that a task reads, in the corpus's order.
 """
 
 import dataclasses
@@ -38,10 +38,10 @@ class SplitPart:
         return self.start is None and self.stop is None
 
     def bounds(self, size: int) -> tuple[int, int]:
-        """First example and the one after the last, of a split of `size`.
+        """The first example and the one after the last, in a split of `size`.
 
         Raises:
-            ValueError: a bound outside of the split, or nothing between them.
+            ValueError: a bound is outside the split, or nothing is between them.
         """
         start = 0 if self.start is None else self._bound(self.start, size)
         stop = size if self.stop is None else self._bound(self.stop, size)
@@ -124,7 +124,7 @@ class Slices:
         return sum(stop - start for start, stop in self.bounds)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Record `index`, from 0 to below the length."""
+        """Record `index`, in [0, len)."""
         ends = np.cumsum([stop - start for start, stop in self.bounds])
         number = int(np.searchsorted(ends, index, side="right"))
         start, stop = self.bounds[number]

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stories of CNN and Daily Mail as they are published: lists of addresses, a file a story.
+"""Stories of CNN and Daily Mail as they are published: lists of URLs, one file per story.
 
-    all_train.txt, all_val.txt, all_test.txt     an address of a story a line, by split
+    all_train.txt, all_val.txt, all_test.txt     one story's address per line, by split
     cnn/stories/HASH.story                       HASH is the SHA-1 of the address, in hex
     dailymail/stories/HASH.story
 
-Hermann et al. 2015 (arXiv:1506.03340) gave the stories, See et al. 2017 (arXiv:1704.04368) the
-lists; texts are those of TFDS' `cnn_dailymail` from 3.2.0 on, in the order of the list.
+The stories are by Hermann et al. 2015 (arXiv:1506.03340), the lists by See et al. 2017
+(arXiv:1704.04368); texts are those of TFDS's `cnn_dailymail` from 3.2.0 on, in list order.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class StoryList(RawFile):
         """`article`, `highlights`, `publisher` and `id` of each story that has both texts.
 
         Raises:
-            ValueError: a story is not there, or is not UTF-8.
+            ValueError: a story is missing, or is not UTF-8.
         """
         folders = self._folders(path)
         require(
@@ -80,7 +80,7 @@ class StoryList(RawFile):
 
 
 def story(lines: Iterator[str]) -> tuple[str, str]:
-    """The article, its lines joined by spaces, and the highlights, a line each.
+    """The article, its lines joined by spaces, and the highlights, one per line.
 
     Highlights are all lines after the first that begins with `@highlight`. A line that ends
     without punctuation, as captions do, gets a full stop.

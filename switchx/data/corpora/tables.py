@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of Apache Arrow: Parquet, Arrow's streams and files, and data sets that the library
-`datasets` of Hugging Face saved (`save_to_disk`), which are streams with a list of them.
+"""Tables of Apache Arrow: Parquet, Arrow's streams and files, and data sets saved by Hugging
+Face's library `datasets` (`save_to_disk`), which are streams with a list of them.
 
-Read by `pyarrow`. Its reader of streams takes the end of a file for that of the stream, so one
-that was cut between two batches would be short without a word: the end marker is required.
+They are read by `pyarrow`. Its stream reader takes the end of a file for the end of the stream,
+so a file cut between two batches would silently be short: the end marker is required.
 """
 
 import contextlib
@@ -23,24 +23,24 @@ from switchx.object_store import Folder, read_json_object
 KINDS = (".parquet", ".arrow")
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 _FILE_MARK = b"ARROW1"
-# Errors of damaged files: a length may ask for any amount of memory, a name may be no text.
+# Errors of damaged files: a length may ask for any amount of memory, a name may not be text.
 _FAULTS = (MemoryError, OverflowError, UnicodeDecodeError)
-_PARQUET_FRAME = 12  # its mark at both ends, and the length of its description
+_PARQUET_FRAME = 12  # magic bytes at both ends, and the length of the metadata
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 
 
 def read_table(
     path: Folder, tally: Counter, columns: Sequence[str] | None = None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Rows of a table as Python's values by column, each with its place.
+    """Rows of a table as Python values by column, each with its place.
 
     Args:
         tally: counter of the rows, as `rows`.
         columns: columns to read; None is all.
 
     Raises:
-        ValueError: the table cannot be read, is damaged, has two columns of one name, or has
-            none of one of `columns`.
+        ValueError: the table cannot be read, is damaged, has two columns of one name, or
+            lacks one of `columns`.
     """
     with _opened(path, columns) as (schema, batches):
         number = itertools.count(1)
@@ -58,11 +58,11 @@ def read_table(
 
 
 def columns_of(path: Folder) -> tuple[list[str], dict[str, tuple[str, ...]]]:
-    """Names of a table's columns, and of the classes that `datasets` knows, by their field: the
-    column and what lies within, `a/b`, without places in lists.
+    """Names of a table's columns, and of the classes that `datasets` knows, by field: `a/b` is
+    field `b` inside column `a`, and places in lists are left out.
 
     Raises:
-        ValueError: as `read_table`.
+        ValueError: as for `read_table`.
     """
     with _opened(path) as (schema, _):
         described = (schema.metadata or {}).get(b"huggingface", b"{}")
@@ -75,7 +75,7 @@ def columns_of(path: Folder) -> tuple[list[str], dict[str, tuple[str, ...]]]:
 
 
 def _classes_in(feature: Any, path: str = "") -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Fields below a feature of `datasets` that are classes, and the names of these."""
+    """Fields within a feature of `datasets` that are classes, with the classes' names."""
     if isinstance(feature, list):
         yield from _classes_in(*feature, path)
     elif isinstance(feature, dict) and feature.get("_type") == "ClassLabel":
@@ -95,7 +95,7 @@ def _classes_in(feature: Any, path: str = "") -> Iterator[tuple[str, tuple[str, 
 def _opened(
     path: Folder, columns: Sequence[str] | None = None
 ) -> Iterator[tuple[Any, Iterator[Any]]]:
-    """The schema, and the batches, with `columns` at least."""
+    """The schema, and the batches, which have at least `columns`."""
     import pyarrow
     import pyarrow.parquet
 
@@ -134,7 +134,7 @@ def _size(file: BinaryIO) -> int:
 
 
 def _all_rows(table, columns: Sequence[str] | None, num_bytes: int) -> Iterator[Any]:
-    """Batches of a Parquet file. Its description has no checksum: its numbers have to agree."""
+    """Batches of a Parquet file, whose metadata have no checksum: their numbers must agree."""
     metadata, num_read = table.metadata, 0
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     if not groups and num_bytes > metadata.serialized_size + _PARQUET_FRAME:
@@ -156,16 +156,16 @@ def _whole(stream, file: BinaryIO) -> Iterator[Any]:
 
 
 def _values(column) -> list:
-    """Python's values; Arrow's own of nanoseconds, which Python has not."""
+    """Python values, but Arrow's own for nanoseconds, which Python lacks."""
     return list(column) if "[ns" in str(column.type) else column.to_pylist()
 
 
 def _plain(value: Any, kind: Any) -> Any:
-    """A value of Arrow's type `kind`; single precision as the shortest number that is it."""
+    """A value of Arrow's type `kind`; single precision as the shortest equal number."""
     import pyarrow
     from pyarrow import types
 
-    if isinstance(value, pyarrow.Scalar):  # of `_values`, in which nanoseconds are
+    if isinstance(value, pyarrow.Scalar):  # from `_values`, with nanoseconds
         if not value.is_valid:
             return None
         has_parts = types.is_nested(kind) or types.is_dictionary(kind)
@@ -173,7 +173,7 @@ def _plain(value: Any, kind: Any) -> Any:
             value = value.as_py()
     if value is None:
         return None
-    if isinstance(value, bytes):  # texts of writers that do not say so, or pictures
+    if isinstance(value, bytes):  # texts that the writer did not mark as such, or pictures
         return _text_or_bytes(value)
     if types.is_float32(kind) or types.is_float16(kind):
         return shortest(kind.to_pandas_dtype()(value))
@@ -194,15 +194,15 @@ def _text_or_bytes(value: bytes) -> str | bytes:
 
 
 def shortest(value: np.floating) -> float:
-    """The number of the fewest digits that is this one in its precision: 3.8, not 3.7999999."""
+    """The number of fewest digits that equals this one in its precision: 3.8, not 3.7999999."""
     return float(str(value))
 
 
 def saved_splits(folder: Path) -> dict[str, Path]:
-    """Split -> folder, of what `datasets` saved; empty where it saved nothing.
+    """Split -> folder, of what `datasets` saved; empty if it saved nothing.
 
     Raises:
-        ValueError: a description that cannot be read, or a split that is not there.
+        ValueError: a description cannot be read, or a split is missing.
     """
     if (folder / _SPLITS).is_file():
         names = _described(folder / _SPLITS, "splits")
@@ -215,10 +215,10 @@ def saved_splits(folder: Path) -> dict[str, Path]:
 
 
 def saved_tables(folder: Folder) -> list[Folder]:
-    """Files of one saved split in their order; none where `datasets` saved nothing.
+    """Files of one saved split in their order; none if `datasets` saved nothing.
 
     Raises:
-        ValueError: one is missing, or there are chosen rows beside them (`indices`).
+        ValueError: one is missing, or a selection of rows lies beside them (`indices`).
     """
     state = folder / _STATE
     if not state.is_file() or not (listed := _described(state, "_data_files")):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A user's own text: `.txt`, `.jsonl` and tables of Apache Arrow, one by one or by folder.
+"""A user's own text: `.txt`, `.jsonl` and Apache Arrow tables, as single files or folders.
 
 Documents are divided into training and validation by their hash (`hold_out`).
 """
@@ -31,16 +31,16 @@ _READ = f".txt, .jsonl, .json.gz (or {', '.join(PACKINGS[1:])}), {', '.join(tabl
 class TextFiles:
     r"""Documents of text files.
 
-    A `.txt` file is cut at paragraphs into documents; blank ones go, `\r\n` becomes `\n`,
-    all else is kept. A line of a `.jsonl` file (or `.json.gz`, as C4 is published), and a row
-    of a table (`.parquet`, `.arrow`, a folder of `datasets`), is one document,
-    `{"text": ...}` or `{"inputs": ..., "targets": ...}`, all files alike. All but tables may
-    be packed (`.gz`, `.bz2`, `.xz`, `.zst`).
+    A `.txt` file is cut at paragraphs into documents; blank ones are dropped, `\r\n` becomes
+    `\n`, all else is kept. A line of a `.jsonl` file (or `.json.gz`, as C4 is published), or a
+    row of a table (`.parquet`, `.arrow`, a folder of `datasets`), is one document,
+    `{"text": ...}` or `{"inputs": ..., "targets": ...}`, the same in all files. All but tables
+    may be packed (`.gz`, `.bz2`, `.xz`, `.zst`).
 
     Attributes:
         path: file or folder, or several, on this machine or in a store (`s3://bucket/text`);
-            folders are searched to the bottom (`found_files.py`). A run goes on where they
-            were moved to: the documents' fingerprint decides.
+            folders are searched recursively (`found_files.py`). A run can go on after they
+            were moved: what counts is the documents' fingerprint.
         validation_fraction: fraction of the documents that is held out for validation.
         max_characters: longest document cut from a `.txt` file, in characters.
         columns: keys or columns of the text, or of inputs and targets; None is `text` or
@@ -66,9 +66,9 @@ class TextFiles:
         """Split `train` or `validation`.
 
         Raises:
-            ValueError: no such split; a file that is missing, unreadable, not UTF-8 or not
-                of the form above; two files of one name that hold different texts; fewer
-                than two distinct documents.
+            ValueError: there is no such split; a file is missing, unreadable, not UTF-8 or
+                not of the form above; two files of one name hold different texts; or there
+                are fewer than two distinct documents.
         """
         found = find_texts(self.path, self.columns)
         texts = Texts.of(list(found.files), self.columns)
@@ -78,7 +78,7 @@ class TextFiles:
 
         def make_splits() -> dict[str, Iterator[dict[str, str]]]:
             return hold_out(
-                # Counted once, and read three times.
+                # Rows are counted once, although they are read three times.
                 lambda: texts.examples(self.max_characters, Counter() if tally else tally),
                 lambda example: text_digest(*example.values()),
                 self.validation_fraction,
@@ -91,13 +91,13 @@ class TextFiles:
 
 
 def find_texts(path: str | Sequence[str], columns: Sequence[str] | None = None) -> FoundFiles:
-    """Text files that `path` names, in folders all, sorted; and what is left out.
+    """Text files that `path` names, in folders all of them, sorted; and what is left out.
 
-    For a data set that `datasets` saved they are the files that its `state.json` lists.
+    For a data set that `datasets` saved, they are the files that its `state.json` lists.
 
     Raises:
-        ValueError: a path that does not exist, or holds no text; two files of one name that
-            hold different texts.
+        ValueError: a path does not exist, or holds no text; or two files of one name hold
+            different texts.
     """
     names = [path] if isinstance(path, (str, Path)) else path
     require(names, "no text files are named; expected files or folders of text")
@@ -126,7 +126,7 @@ def find_texts(path: str | Sequence[str], columns: Sequence[str] | None = None) 
 
 
 def is_text_file(name: Name, columns: Sequence[str] | None = None) -> bool:
-    """Whether a file of this name holds text, or records with `columns` if they are named."""
+    """Whether a file of this name holds text, or records if `columns` are named."""
     if name.kind == ".txt":
         return columns is None or len(columns) == 1
     is_packed_json = name.kind == ".json" and bool(name.packing)
@@ -185,10 +185,10 @@ class Texts:
         """Examples of the files in order, read as they are asked for.
 
         Args:
-            tally: counts `rows`, lines of text among them, and by reason what gives none.
+            tally: counts `rows`, including lines of text, and by reason those without examples.
 
         Raises:
-            ValueError: a file that is unreadable, not UTF-8, or has a record without `keys`.
+            ValueError: a file is unreadable, not UTF-8, or has a record without `keys`.
         """
         for file in self.files:
             kind = name_of(file.name).kind
@@ -214,11 +214,11 @@ class Texts:
 
 
 def cut_lines(lines: Iterable[str], max_characters: int) -> Iterator[str]:
-    """Joins lines into documents of at most `max_characters`; nothing is lost but blank ones.
+    """Joins lines into documents of at most `max_characters`; only blank documents are lost.
 
-    A document that has to end ends, by preference, before an unindented line that follows a
-    blank one (a paragraph, a top-level definition), before any line that follows a blank
-    one, before any line. A single longer line stays whole.
+    A document that has to end ends, in order of preference, before an unindented line that
+    follows a blank one (a paragraph, a top-level definition), before any line that follows a
+    blank one, or before any line. A single longer line stays whole.
     """
     document, size = [], 0
     weak_end, strong_end = 0, 0
@@ -242,7 +242,7 @@ def cut_lines(lines: Iterable[str], max_characters: int) -> Iterator[str]:
 
 
 def require_cut(corpus) -> None:
-    """Raises ValueError for a corpus that holds out nothing or all, or cuts to nothing."""
+    """Raises ValueError if a corpus holds out nothing or all, or cuts documents to nothing."""
     fraction = corpus.validation_fraction
     require(0 < fraction < 1, f"validation_fraction={fraction}; use one between 0 and 1")
     require_at_least(corpus, 1, "max_characters")
@@ -264,16 +264,16 @@ def hold_out(
 ) -> dict[str, Iterator[Any]]:
     """Documents as the splits `train` and `validation`, by their digests.
 
-    Held out are the digests in the lowest `fraction` of all possible ones: a document keeps
-    its side when others come or go. Where that would leave a side empty, the lowest digest is
-    held out, or the highest is not.
+    Digests in the lowest `fraction` of all possible ones are held out, so a document keeps its
+    side when others come or go. If that would leave a side empty, the lowest digest is held
+    out, or the highest is not.
 
     Args:
         read: function that returns all documents, each time it is called.
         what: where the documents come from, the subject of the message.
 
     Raises:
-        ValueError: fewer than two distinct documents.
+        ValueError: there are fewer than two distinct documents.
     """
     distinct = sorted({digest_of(document) for document in read()})
     require(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data sets that TFDS prepared, found by name and read without TensorFlow.
 
-ArrayRecord is read by TFDS itself. TFRecord, in which most data sets lie on disks today, is
-read in place by `tfrecord.py`; of files that were packed by gzip afterwards the examples are
-written as ArrayRecord first, since they cannot be read by number.
+ArrayRecord is read by TFDS itself. TFRecord, today's format of most data sets on disk, is
+read in place by `tfrecord.py`; examples of files that were compressed with gzip afterwards are
+first written as ArrayRecord, since they cannot be read by number.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ class TfdsFolder:
     """One prepared version of a data set.
 
     Attributes:
-        builder: TFDS' reader of its description.
+        builder: TFDS's reader of its description.
         data_dir: local folder in which indexes are kept, as `Corpus.open` takes it.
     """
 
@@ -47,12 +47,12 @@ class TfdsFolder:
         return list(self.builder.info.splits)
 
     def fingerprint(self, split: str) -> str:
-        """Hex; of the data set's full name and the lengths of the split's files."""
+        """Hex digest of the data set's full name and the lengths of the split's files."""
         info = self.builder.info
         return fingerprint_of("tfds", info.full_name, info.splits[split].shard_lengths)
 
     def account(self, corpus: str, *splits: str) -> Account:
-        """The account of some splits by TFDS' description, with their numbers of examples."""
+        """The account of some splits by TFDS's description, with their numbers of examples."""
         infos = {split: self.builder.info.splits[split] for split in splits}
         return Account(
             corpus,
@@ -69,7 +69,7 @@ class TfdsFolder:
         """Random access to the examples of a split, as TFDS decodes them.
 
         Raises:
-            ValueError: files in another format, packed, or not there.
+            ValueError: files are in another format, packed, or missing.
         """
         if self.builder.info.file_format is _FORMATS.ARRAY_RECORD:
             return self._sound(self.builder.as_data_source(split=split), split)
@@ -89,11 +89,11 @@ class TfdsFolder:
         return SoundRecords.of_split(name, records, self.builder, split, self._way_out)
 
     def examples(self, split: str) -> Iterator[dict[str, Any]]:
-        """The examples of a split one after another, from any of the formats, as of `plain`.
+        """The examples of a split in order, from any of the formats, in the form of `plain`.
 
         Raises:
-            ValueError: as `records`, but files may be packed; or one that is damaged, or holds
-                another number of records.
+            ValueError: as for `records`, but files may be packed; or a file is damaged, or
+                holds another number of records.
         """
         features = self.builder.info.features
         if self.builder.info.file_format is _FORMATS.ARRAY_RECORD:
@@ -122,7 +122,7 @@ class TfdsFolder:
         return f"get the file anew, or remove {self.folder} and prepare the data set again"
 
     def is_packed(self, split: str) -> bool:
-        """Whether a file of the split was packed by gzip."""
+        """Whether a file of the split was compressed with gzip."""
         is_tf_record = self.builder.info.file_format is _FORMATS.TFRECORD
         return is_tf_record and any(path.endswith(".gz") for path in self._tf_records(split))
 
@@ -167,7 +167,7 @@ def find_folder(name: str, data_dir: str | None) -> TfdsFolder:
             (`gs://...`).
 
     Raises:
-        ValueError: the data set is not prepared below any of the folders, or not in this
+        ValueError: the data set is not prepared in any of the folders, or not in this
             version.
     """
     path, _, version = name.partition(":")
@@ -191,12 +191,12 @@ def find_folder(name: str, data_dir: str | None) -> TfdsFolder:
 
 
 def plain(value, feature=None) -> Any:
-    """A decoded value in Python's types: texts, numbers, lists and dictionaries of these.
+    """A decoded value in Python types: texts, numbers, lists and dictionaries of these.
 
-    A number of single precision is the shortest that rounds to it, 3.8 and not 3.79999995.
+    A single-precision number becomes the shortest that rounds to it, 3.8 and not 3.79999995.
 
     Args:
-        feature: TFDS' of the value; TFDS decodes a single number as one of double precision.
+        feature: TFDS feature of the value; TFDS decodes a single number in double precision.
     """
     if isinstance(value, bytes):
         return value.decode()

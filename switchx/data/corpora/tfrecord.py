@@ -31,8 +31,8 @@ def read_records(path: str) -> Iterator[bytes]:
     """Data of all records of a file, plain or `.gz`, in order.
 
     Raises:
-        ValueError: a file that cannot be read, a checksum that is another, or a file that ends
-            inside of a record; says at which byte (of the unpacked file).
+        ValueError: the file cannot be read, a checksum differs, or the file ends inside a
+            record; the message has the byte (of the unpacked file).
     """
     try:
         with epath.Path(path).open("rb") as raw:
@@ -49,8 +49,8 @@ def read_records(path: str) -> Iterator[bytes]:
 class TfRecordFiles:
     """Random access to the records of plain files, one file after another.
 
-    Where the records of a file begin is written into `tfrecord_indexes` of the data folder when
-    the file is first read from, eight bytes a record. Can be pickled for Grain's workers.
+    The offsets of a file's records are written into `tfrecord_indexes` of the data folder when
+    the file is first read, eight bytes per record. Can be pickled for Grain's workers.
 
     Attributes:
         paths: paths of the files, which are not compressed.
@@ -66,10 +66,10 @@ class TfRecordFiles:
         return sum(self.lengths)
 
     def __getitem__(self, index: int) -> bytes:
-        """Data of record `index`, from 0 to below the length.
+        """Data of record `index`, in [0, len).
 
         Raises:
-            ValueError: a file that was damaged, or holds another number of records.
+            ValueError: a file was damaged, or holds another number of records.
         """
         number = int(np.searchsorted(self._ends, index, side="right"))
         path, length = self.paths[number], self.lengths[number]
@@ -100,7 +100,7 @@ class TfRecordFiles:
 
 
 def wrong_number(path: str, num_records: int, expected: int) -> str:
-    """The message for a file that was cut between two records, or is another one."""
+    """The message for a file that was cut between two records, or was replaced."""
     return (
         f"{path} holds {num_records} records, its dataset_info.json says {expected}; get the "
         "file anew"
@@ -111,7 +111,7 @@ def record_offsets(path: str, data_dir: str | None) -> np.ndarray:
     """The offset of each record in a plain file, int64, from the index or by reading the file.
 
     Raises:
-        ValueError: the checksum of a length is another, or the file ends inside of a record.
+        ValueError: the checksum of a length differs, or the file ends inside a record.
     """
     state = epath.Path(path).stat()
     key = fingerprint_of("tfrecord index 1", path, state.length, state.mtime)

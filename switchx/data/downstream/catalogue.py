@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of downstream data sets: where each comes from, its text, what it is measured by.
+"""The table of downstream data sets: the source, the text and the metrics of each.
 
 Texts and metrics are T5's (`t5.data.tasks`, `t5.data.glue_utils`; closed-book questions
 `t5_cbqa.tasks`) where its authors published them. For ANLI, ARC, OpenBookQA, TREC and
@@ -31,13 +31,13 @@ class Dataset:
     Attributes:
         text: function of a row that returns its examples.
         rows: function that brings rows of the files, and of TFDS, into one form.
-        tfds: name of the data set in TFDS; None where TFDS has none.
-        folder: path of its files below `manual_dir`: they are in it, or in one of its last
+        tfds: name of the data set in TFDS; None if TFDS does not have it.
+        folder: path of its files in `manual_dir`: they are in it, or in a path of its last
             parts.
         files: files by split.
         train_split, evaluation_split: T5's splits; a data set without a `train_split` is only
             evaluated.
-        is_ours: whether the text is our own, and not one that T5's authors published.
+        is_ours: whether the text is our own, not one that T5's authors published.
     """
 
     text: texts.TextFunction
@@ -52,7 +52,7 @@ class Dataset:
 
 
 def _files(options: dict | None = None, **splits: str) -> Files:
-    """`train="a.json+b.json|c.json"`: both of the first, or the last, whichever is there."""
+    """`train="a.json+b.json|c.json"`: the first two together, or the last, whichever exists."""
     return {
         split: tuple(
             tuple(RawFile(name, **(options or {})) for name in names.split("+"))
@@ -138,7 +138,7 @@ def _super_glue_classes(
 def _diagnostic(
     benchmark: str, name: str, file: str, cast_as: str, classes: tuple[str, ...]
 ) -> Dataset:
-    """A diagnostic set, written as the task that it is cast as; T5 has no metric of it."""
+    """A diagnostic set, written as the task that it is cast as; T5 has no metric for it."""
     return Dataset(
         texts.choice(cast_as, sorted(_MNLI), classes),
         (),

@@ -2,9 +2,9 @@
 """Winograd schemas as T5 casts them: the text with a marked pronoun, and what it stands for.
 
 Raffel et al. 2020 (arXiv:1910.10683), section 2.4: WSC and DPR ask which noun a pronoun means,
-and T5 learns to name the noun, in WSC from the examples whose noun is the right one
-(`wsc_simple`, `definite_pronoun_resolution_simple` of `t5.data.preprocessors`). For evaluation
-all examples are read, and the noun that a model names is compared with the example's
+and T5 learns to name the noun, in WSC only from examples whose noun is the right one
+(`wsc_simple`, `definite_pronoun_resolution_simple` of `t5.data.preprocessors`). In evaluation
+all examples are read, and the noun that a model names is compared with the example's noun
 (`same_referent`).
 """
 
@@ -38,7 +38,7 @@ _MISCOUNTED = {
 
 
 def wsc_train(row: Row) -> Iterator[TextExample]:
-    """WSC for training: nothing where the pronoun does not mean the noun."""
+    """WSC for training: nothing if the pronoun does not mean the noun."""
     return (example for example in wsc_eval(row) if example.label == 1)
 
 
@@ -55,17 +55,17 @@ def wsc_eval(row: Row) -> Iterator[TextExample]:
 
 
 def definite_pronouns(row: Row) -> Iterator[TextExample]:
-    """DPR: the first place of the pronoun is marked, the target is the right candidate."""
+    """DPR: the first occurrence of the pronoun is marked, the target is the right candidate."""
     pronoun = re.escape(row["pronoun"])
     inputs = re.sub(rf" ({pronoun})( |\.|,)", r" *\1*\2", row["sentence"], count=1)
     yield TextExample(f"wsc: {inputs}", class_name(row["label"], row["candidates"]))
 
 
 def same_referent(prediction: str, referent: str) -> int:
-    """1 where a text names the noun, 0 where it names another, -1 where it names none.
+    """1 if a text names the noun, 0 if it names another, -1 if it names none.
 
-    Case and determiners make no difference, nor does a part of the words of either; a
-    possessive is no part.
+    Case and determiners are ignored, and either may be a part of the other's words; a
+    possessive is not such a part.
     """
     guessed, wanted = _without_determiners(prediction), _without_determiners(referent)
     if not guessed:
@@ -77,10 +77,10 @@ def same_referent(prediction: str, referent: str) -> int:
 
 
 def fixed_spans(row: Row) -> Row:
-    """A row of the published WSC with spans that stand in the text (TFDS' `wsc.fixed`).
+    """A row of the published WSC with spans that occur in the text (TFDS's `wsc.fixed`).
 
     Some spans differ from the text in the case of their first letter, in a full stop at the end
-    or in a line break; two name people whom the text does not name side by side, and stay.
+    or in a line break; two name people whom the text does not name side by side, and are kept.
     """
     return row | {f"{span}_text": _fixed(row, span) for span in ("span1", "span2")}
 

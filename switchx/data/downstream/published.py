@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows as their authors publish them, brought into TFDS' names and values.
+"""Rows as their authors publish them, converted to TFDS's names and values.
 
-A function here takes a row of a file or of TFDS, which may be in its form already, and gives
-rows for a text function of `texts.py`: a class as its number, -1 where it is not told.
+A function here takes a row of a file or of TFDS, which may have this form already, and yields
+rows for a text function of `texts.py`: a class is its number, -1 if it is not given.
 """
 
 import re
@@ -27,10 +27,10 @@ def columns(
     """Rows of texts and one label.
 
     Args:
-        fields: our name -> the file's names, the first that is there, separated by `|`.
+        fields: our name -> the file's names, separated by `|`; the first one present counts.
         label: the label's names, likewise; a row without any is of a test set.
-        classes: names, where labels are written as such; numbers and truth values are taken
-            as they are.
+        classes: names of classes, if labels are written as such; numbers and truth values are
+            taken as they are.
     """
 
     def rows(row: Row) -> Iterator[Row]:
@@ -114,7 +114,7 @@ def record(row: Row) -> Iterator[Row]:
 
 
 def schema(row: Row) -> Iterator[Row]:
-    """WSC, its spans out of `target` and as they stand in the text."""
+    """WSC, its spans taken out of `target` and as they occur in the text."""
     spans = row.get("target", {})
     yield fixed_spans(row | spans | {"label": int(row.get("label", -1))})
 
@@ -158,22 +158,22 @@ def _question_and_choices(row: Row) -> tuple[str, list, list[str]]:
         parts = _CHOICE.split(row["Choices"])
         return first_of(row, "Question Stem"), parts[1::2], parts[2::2]
     question = first_of(row, "question")
-    if isinstance(question, str):  # TFDS' ARC
+    if isinstance(question, str):  # TFDS's ARC
         table = first_of(row, "choices")
         return question, list(table["label"]), list(table["text"])
     if "choices" in question:  # ARC's and OpenBookQA's lines of JSON
         listed = question["choices"]
         return question["stem"], *([each[k] for each in listed] for k in ("label", "text"))
-    fields = [f"choice_{letter}" for letter in "ABCDE"]  # TFDS' OpenBookQA, its key a number
+    fields = [f"choice_{letter}" for letter in "ABCDE"]  # TFDS's OpenBookQA, its key a number
     texts = [question[field] for field in fields if field in question]
     return question["stem"], list(range(len(texts))), texts
 
 
 def kind_of_question(classes: Sequence[str]) -> RowFunction:
-    """TREC: `NUM:dist How far ...`, or TFDS' `label-coarse`.
+    """TREC: `NUM:dist How far ...`, or TFDS's `label-coarse`.
 
     Args:
-        classes: the coarse kinds as they stand in the file, by TFDS' numbers.
+        classes: the coarse kinds as the file names them, by TFDS's numbers.
     """
 
     def rows(row: Row) -> Iterator[Row]:
@@ -204,7 +204,7 @@ def web_question(row: Row) -> Iterator[Row]:
 
 
 def trivia_question(row: Row) -> Iterator[Row]:
-    """TriviaQA's `Data`, or TFDS' rows."""
+    """TriviaQA's `Data`, or TFDS's rows."""
     if "Question" not in row:
         yield row | {"id": row.get("question_id", "")}
         return
@@ -227,5 +227,5 @@ def abstract(row: Row) -> Iterator[Row]:
 
 
 def as_it_is(row: Row) -> Iterator[Row]:
-    """A row that has TFDS' form in all its sources."""
+    """A row that has TFDS's form in all its sources."""
     yield row

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of downstream data sets from TFDS or from files, and their examples as ArrayRecord.
 
-A split is prepared when it is first opened. Everything that is quickly known and determines its
-examples is in a key: names of files, sizes and times (or TFDS' name, version and lengths), the
-text, and `TEXT_VERSION`.
+A split is prepared when it is first opened. Its key covers everything that determines its
+examples and is quick to get: names of files, sizes and times (or TFDS's name, version and
+lengths), the text, and `TEXT_VERSION`.
 """
 
 import dataclasses
@@ -23,10 +23,10 @@ from switchx.data.data_dir import local_or_none
 from switchx.data.downstream.texts import TextExample
 from switchx.fields import require
 
-# Version of the text functions; raise it whenever one of them writes other texts.
+# Version of the text functions; raise it whenever one of them writes different texts.
 TEXT_VERSION = 2
 FIELDS = ("inputs", "targets", "facts")
-# By split: alternatives, each of files that follow one another.
+# By split: alternatives, each a sequence of files.
 Files = Mapping[str, tuple[tuple[RawFile, ...], ...]]
 ExampleFunction = Callable[[int, Row], Iterator[TextExample]]
 
@@ -37,7 +37,7 @@ class SplitRows:
 
     Attributes:
         read: function that returns the rows in their order, and counts them.
-        key: values that determine the rows and are quickly known.
+        key: values that determine the rows and are quick to get.
         account: account of the rows' files.
     """
 
@@ -54,7 +54,7 @@ class Rows:
         splits: the splits that the source has, by name.
         place: path or name of the source, for messages.
         class_names: names of the classes, by field, of fields that TFDS or `datasets` knows as
-            classes; `a/b` is one within another, places in lists are left out.
+            classes; `a/b` is a field within another, places in lists are left out.
     """
 
     splits: dict[str, SplitRows]
@@ -66,7 +66,7 @@ def rows_of_tfds(name: str, data_dir: str | None) -> Rows:
     """Rows of a prepared data set such as `glue/cola`.
 
     Raises:
-        ValueError: the data set is not there (`find_folder`).
+        ValueError: the data set is missing (`find_folder`).
     """
     folder = find_folder(name, data_dir)
     names = dict(_classes_in(folder.builder.info.features))
@@ -75,8 +75,8 @@ def rows_of_tfds(name: str, data_dir: str | None) -> Rows:
 
 
 def _classes_in(feature, path: str = "") -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Fields below a feature of TFDS that are classes, and the names of these; a sequence has
-    what its feature has."""
+    """Fields within a TFDS feature that are classes, with the classes' names; a sequence has
+    the classes of its feature."""
     if hasattr(feature, "items"):
         for name, inner in feature.items():
             yield from _classes_in(inner, f"{path}/{name}".removeprefix("/"))
@@ -94,17 +94,17 @@ def _tfds_rows(folder: TfdsFolder, split: str) -> SplitRows:
 
 
 def rows_of_files(name: str, files: Files, path: str, manual_dir: Path, split: str) -> Rows:
-    """Rows of a data set's own files, in a folder or further below.
+    """Rows of a data set's own files, in a folder or its subfolders.
 
     Args:
         files: alternative files of each split; the first alternative that is complete is read.
         path: path of the files in the authors' publication of the data set, such as
-            `glue/CoLA`: they are looked for in `manual_dir`, `manual_dir/CoLA` and
+            `glue/CoLA`: they are searched for in `manual_dir`, `manual_dir/CoLA` and
             `manual_dir/glue/CoLA`.
-        split: the split that must be there.
+        split: the split that must exist.
 
     Raises:
-        ValueError: no file of any split.
+        ValueError: there is no file of any split.
     """
     parts = Path(path).parts
     folders = [manual_dir.joinpath(*parts[i:]) for i in range(len(parts), -1, -1)]
@@ -135,7 +135,7 @@ def rows_of_folder(folder: Path) -> Rows:
     what `datasets` saved there.
 
     Raises:
-        ValueError: no folder, no such file, or several for one split.
+        ValueError: there is no folder, no such file, or several for one split.
     """
     require(folder.is_dir(), f"{folder} is no folder; name one, or tfds:NAME")
     if saved := tables.saved_splits(folder):
@@ -159,7 +159,7 @@ def rows_of_folder(folder: Path) -> Rows:
 
 
 def _with_class_names(rows: Rows, found: dict[str, list[tuple[Path, RawFile]]]) -> Rows:
-    """Rows with the classes that `datasets` noted in the first table, in their keys, too."""
+    """Rows with the classes that `datasets` noted in the first table, also in their keys."""
     every = (path for path, _ in itertools.chain(*found.values()))
     first = next((path for path in every if path.suffix.lower() in tables.KINDS), None)
     if first is None or not (names := tables.columns_of(first)[1]):
@@ -197,16 +197,16 @@ def open_rows(
     data_dir: str | None,
     key: tuple = (),
 ) -> CorpusSource:
-    """Examples of one split, written first where they are not yet.
+    """Examples of one split, written first if they are not yet.
 
     Args:
         name: name of the corpus, a Python identifier.
         examples: function of a row's number and the row that returns its examples.
-        key: further values that determine the examples of a row, beside `name` and
+        key: further values that determine the examples of a row, besides `name` and
             `TEXT_VERSION`.
 
     Raises:
-        ValueError: no such split, a row of which no example can be made, or no example.
+        ValueError: there is no such split, a row cannot be made an example, or none is.
     """
     require_split(f"{name} in {rows.place}", split, rows.splits)
     chosen, place = rows.splits[split], f"{name}, {split} of {rows.place}"
@@ -214,7 +214,7 @@ def open_rows(
     def make_splits() -> dict[str, Iterator[dict[str, str]]]:
         records = _records(place, chosen.read(tally), examples, tally)
         first = next(records, None)
-        # Nothing of WSC's test set, say, is known to be right.
+        # In WSC's test set, for one, no noun is known to be right.
         require(first is not None, f"{place} gives no example; use another split")
         return {split: itertools.chain([first], records)}
 

@@ -6,14 +6,14 @@
 1. *Rows* come from TFDS by name (ArrayRecord or TFRecord, without TensorFlow), or from the
    files of a folder, `manual_dir`, as the data set's authors publish them.
 2. A *text function* writes the examples of a row: `inputs` and `targets`, T5's to the byte, and
-   under `facts` what metrics need besides: all right answers, group, class, choices.
+   under `facts` what else metrics need: all right answers, group, class, choices.
 3. A split's examples are written once as ArrayRecord, in their order, under a key of the
    files' names, sizes and times and of `TEXT_VERSION` (`sources.py`).
 4. From there on a task is like any other: `InputsToTargets` tokenizes and packs it for
    encoder-decoders and decoders, `train_split` and `evaluation_split` may be slices
    (`corpora/splits.py`), and `evaluation.py` gives its examples and its metrics of predictions.
 
-`Downstream` is a data set of the table in `catalogue.py`; `templates.py` has any other, with
+`Downstream` is a data set of the table in `catalogue.py`; `templates.py` takes any other, with
 templates for inputs and targets. Raffel et al. 2020 (arXiv:1910.10683), section 2.4.
 """
 
@@ -40,7 +40,7 @@ class Downstream:
 
     Attributes:
         dataset: name of the data set in the table.
-        manual_dir: folder of its files, or one above it; None reads it from TFDS' folder.
+        manual_dir: folder of its files, or one above it; None reads it from TFDS's folder.
     """
 
     dataset: str
@@ -54,10 +54,10 @@ class Downstream:
         return self.dataset
 
     def open(self, split: str, data_dir: str | None) -> CorpusSource:
-        """Any split that is there, as inputs, targets and facts.
+        """Any existing split, as inputs, targets and facts.
 
         Raises:
-            ValueError: no such split, no data, or a row that is not of the published form.
+            ValueError: there is no such split or no data, or a row lacks the published form.
         """
         found = DATASETS[self.dataset]
         require(
@@ -107,7 +107,7 @@ def task(
         objective, too_long, cache_tokens: fields of `Task`; T5 truncates.
 
     Raises:
-        ValueError: no such data set.
+        ValueError: there is no such data set.
     """
     found = require_dataset(dataset)
     return Task(
@@ -142,7 +142,7 @@ def mixture(
         manual_dir, objective, cache_tokens: arguments as in `task`.
 
     Raises:
-        ValueError: no such data set, or other numbers of splits than of tasks.
+        ValueError: there is no such data set, or numbers of splits and tasks differ.
     """
     common = dict(manual_dir=manual_dir, objective=objective, cache_tokens=cache_tokens)
     tasks = tuple(task(name, vocabulary, **common) for name in datasets)

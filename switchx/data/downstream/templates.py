@@ -29,14 +29,14 @@ _TFDS = "tfds:"
 class Templates:
     """Any data set, its examples written by templates such as `question: {question}`.
 
-    A template names fields of a row in braces: those of an inner dictionary or list after a
-    slash, `{question/stem}`, `{answers/0}`; a brace itself is written twice. The number of a
-    class that TFDS or `datasets` knows is written as its name.
+    A template names fields of a row in braces, those of an inner dictionary or list after a
+    slash: `{question/stem}`, `{answers/0}`; a literal brace is written twice. A class known to
+    TFDS or `datasets` is written by its name, not its number.
 
     Attributes:
         source: `tfds:NAME`, or a folder with a file for each split, `train.jsonl`, `.json`,
             `.csv`, `.tsv`, packed or not, `.parquet` or `.arrow`, or saved by `datasets`.
-        inputs, targets: templates.
+        inputs, targets: templates of inputs and of targets.
         answers: field with the list of all right answers, for metrics that take several.
     """
 
@@ -54,10 +54,10 @@ class Templates:
         return "templates_" + re.sub(r"\W+", "_", self.source.removeprefix(_TFDS)).strip("_")
 
     def open(self, split: str, data_dir: str | None) -> CorpusSource:
-        """Any split that is there, as inputs, targets and facts.
+        """Any existing split, as inputs, targets and facts.
 
         Raises:
-            ValueError: no such split or data, or a row without a field of a template.
+            ValueError: there is no such split or data, or a row lacks a field of a template.
         """
         rows = self._rows(data_dir)
 
@@ -112,7 +112,7 @@ def fields_of_template(template: str, where: str) -> list[str]:
     """Fields that a template names, in order.
 
     Raises:
-        ValueError: braces that do not match, or something in them that is no field.
+        ValueError: braces do not match, or hold something that is not a field.
     """
     try:
         parts = list(string.Formatter().parse(template))

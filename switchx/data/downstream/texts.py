@@ -3,8 +3,8 @@
 
 Raffel et al. 2020 (arXiv:1910.10683), section 2.4 and appendix D, as published in
 `t5.data.preprocessors`; for closed-book questions Roberts et al. 2020 (arXiv:2002.08910),
-`t5_cbqa.preprocessors`. A row has TFDS' names and values (a class is its number, -1 where it is
-not told); a text function gives the examples of a row: none, one, or several.
+`t5_cbqa.preprocessors`. A row has TFDS's names and values (a class is its number, -1 if it is
+not given); a text function yields the examples of a row: none, one, or several.
 """
 
 import dataclasses
@@ -30,14 +30,14 @@ _HIGHLIGHT_AFTER_END = re.compile(r"(\.|\?|\!|\"|\')\n@highlight\n")
 
 @dataclasses.dataclass(frozen=True)
 class TextExample:
-    """The inputs and targets of an example, and the further fields that metrics read.
+    """The inputs and targets of an example, and further fields that metrics read.
 
     Attributes:
         example_id: name of the example in the data set.
-        answers: all right answers, where there are several; `targets` is the first.
+        answers: all right answers, if there are several; `targets` is the first.
         group: name of a group of examples that are measured together (MultiRC) or once
             (ReCoRD).
-        label: number of the class; None where targets are no class.
+        label: number of the class; None if targets are not classes.
         choices: texts among which `label` is the right one, to be ranked by score.
     """
 
@@ -61,7 +61,7 @@ def choice(name: str, fields: Sequence[str], classes: Sequence[str]) -> TextFunc
     """`qqp question1: ... question2: ...`, and the name of the class (T5's `glue`).
 
     Args:
-        name: name of the benchmark, at the head of the inputs.
+        name: name of the benchmark, which begins the inputs.
         fields: fields of a row, in the order in which they are written.
         classes: names of the classes, by number.
     """
@@ -77,10 +77,10 @@ def choice(name: str, fields: Sequence[str], classes: Sequence[str]) -> TextFunc
 
 
 def class_name(label: int, classes: Sequence[str]) -> str:
-    """The class of a number, `<unk>` of -1, which test sets have.
+    """The class of a number, `<unk>` for -1, which test sets have.
 
     Raises:
-        ValueError: another number.
+        ValueError: there is no class of this number.
     """
     require(
         isinstance(label, numbers.Integral) and -1 <= label < len(classes),
@@ -98,7 +98,7 @@ def similarity(row: Row) -> Iterator[TextExample]:
 
 
 def multirc(row: Row) -> Iterator[TextExample]:
-    """MultiRC: one answer of a question, right or not; markup is taken out."""
+    """MultiRC: one answer to a question, right or not; markup is removed."""
     fields, index = ("question", "answer", "paragraph"), row["idx"]
     (example,) = choice("multirc", fields, ("False", "True"))(row)
     yield dataclasses.replace(
@@ -120,7 +120,7 @@ def record(row: Row) -> Iterator[TextExample]:
 
 
 def summary(article: str, highlights: str) -> TextFunction:
-    """`summarize: ...`, of the two fields named."""
+    """`summarize: ...`, from the two named fields."""
 
     def examples(row: Row) -> Iterator[TextExample]:
         wanted = row[highlights]
@@ -148,7 +148,7 @@ def pad_punctuation(text: str) -> str:
 def closed_book(
     prefix: str, answers: Callable[[Row], tuple[str, Sequence[str]]]
 ) -> TextFunction:
-    """`nq question: ...`: a question without a text that has the answer.
+    """`nq question: ...`: a question without a text that contains the answer.
 
     Args:
         answers: function of a row that returns the target and all right answers.
