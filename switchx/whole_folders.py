@@ -171,7 +171,7 @@ def require_free(folder: str | os.PathLike) -> pathlib.Path:
         )
     path = pathlib.Path(folder).expanduser().absolute()
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise ValueError(f"{path} exists; give a folder that is not there yet")
+        raise ValueError(f"{path} exists; give a folder that does not exist or is empty")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

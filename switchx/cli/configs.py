@@ -84,7 +84,7 @@ def _copy(root: pathlib.Path, found: list[str], arguments: argparse.Namespace) -
         with target.open("x", encoding="utf-8") as file:
             file.write((root / found[0]).read_text(encoding="utf-8"))
     except FileExistsError:
-        raise ValueError(f"--copy={target} exists; give a file that is not there yet") from None
+        raise ValueError(f"--copy={target} exists; give a file that does not exist") from None
     print(f"{target} is a copy of configs/{found[0]}")
     return 0
 

@@ -137,7 +137,7 @@ def require_deployment(folder: str | os.PathLike) -> pathlib.Path:
     is_free = not root.exists() or (root.is_dir() and not any(root.iterdir()))
     require(
         is_free or (root / LOG).is_file(),
-        f"{root} exists and holds no deployment; give an --output that is not there yet, or "
+        f"{root} exists and holds no deployment; give an --output that does not exist, or "
         "one that `switchx deploy` began",
     )
     return root

@@ -124,47 +124,50 @@ class DecodingConfig:
             the whole prompt (prefix LM).
     """
 
-    max_new_tokens: int = option(64, "most tokens of an output, its end included", 1, 2**20)
-    beam_size: int = option(1, "1 takes the likeliest token, or samples; more search", 1)
-    temperature: float = option(0.0, "divides logits; 0 takes the likeliest token", 0, 100)
-    top_k: int | None = option(None, "sample among the N likeliest tokens", 1, MAX_INT32)
-    top_p: float | None = option(None, "sample among the fewest of probability N", 0, 1)
-    seed: int = option(0, "of samples", 0, MAX_INT32)
-    length_penalty: float = option(1.0, "n tokens score log p / n ** N", -10, 10)
+    max_new_tokens: int = option(64, "most tokens of an output, including its end", 1, 2**20)
+    beam_size: int = option(1, "number of beams; 1 decodes greedily or samples", 1)
+    temperature: float = option(0.0, "divisor of logits; 0 takes the likeliest token", 0, 100)
+    top_k: int | None = option(None, "number of likeliest tokens to sample from", 1, MAX_INT32)
+    top_p: float | None = option(None, "probability of the nucleus to sample from", 0, 1)
+    seed: int = option(0, "seed of samples", 0, MAX_INT32)
+    length_penalty: float = option(1.0, "n tokens score log p / n**N", -10, 10)
     pruning: Literal["none", "experts", "compact"] = option(
         "compact",
-        "of finished outputs: experts leaves them out of the Switch layers, compact also "
-        "makes the batch smaller",
+        "what finished outputs are left out of: experts, the Switch layers; compact, the whole "
+        "batch",
     )
     early_stopping: Literal[True, False, "never"] = False
     prompt_lookup_num_tokens: int | None = option(
-        None, "tokens drafted from what the text repeats, and checked in one step", 1, 64
+        None, "number of tokens drafted from repeated text, checked in one step", 1, 64
     )
-    min_new_tokens: int = option(0, "tokens of an output before its end", 0, 2**20)
+    min_new_tokens: int = option(0, "least tokens of an output before its end", 0, 2**20)
     repetition_penalty: float = option(
         1.0,
-        "tokens that occurred: positive logits are divided by it, others multiplied",
+        "penalty of tokens that occurred: divides positive logits, multiplies others",
         0.01,
         100,
     )
     no_repeat_ngram_size: int = option(
-        0, "no N tokens occur twice in the same order; 0 lets them", 0, 2**20
+        0, "length of token sequences that may not repeat; 0 allows all", 0, 2**20
     )
     forced_prefix: tuple[int, ...] = option(
-        (), "ids of tokens that an output begins with, such as a language", 0, MAX_INT32
+        (), "ids of the tokens that begin an output, such as a language", 0, MAX_INT32
     )
     stop: tuple[str, ...] = option((), "text before which an output ends")
     num_return_sequences: int = option(
-        1, "outputs of an input: best beams, or samples", 1, 1024
+        1, "outputs per input: the best beams, or samples", 1, 1024
     )
     best_of: int | None = option(
         None,
-        "samples of which the num_return_sequences with the best scores are given",
+        "samples drawn, of which the best num_return_sequences are returned",
         1,
         1024,
     )
     logprobs: int | None = option(
-        None, "log-probabilities of tokens, and of the N likeliest beside each", 0, MAX_LOGPROBS
+        None,
+        "return log-probabilities of tokens and of the N likeliest at each",
+        0,
+        MAX_LOGPROBS,
     )
     eos_id: int = 1
     pad_id: int = 0

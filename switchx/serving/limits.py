@@ -29,33 +29,31 @@ READING_S = 30.0
 class Limits:
     """Limits of what a client may ask of a server; names end in their units."""
 
-    batch_size: int = option(8, "most inputs that are decoded together", 1, BATCHES[-1])
-    batch_wait_ms: float = option(5.0, "how long an input waits for others to join it", 0)
-    max_waiting: int = option(256, "inputs in the request queue", 1)
-    max_inputs: int = option(64, "inputs of a request", 1)
-    max_input_tokens: int = option(1024, "tokens of an input", 1, PROMPT_LENGTHS[-1])
-    max_new_tokens: int = option(256, "tokens of an answer", 1, ANSWER_LENGTHS[-1])
-    max_beam_size: int = option(4, "beams; a program is compiled for each size", 1)
-    max_body_bytes: int = option(1 << 20, "bytes of a request's body", 1)
-    max_connections: int = option(512, "connections that are open at once", 1)
-    body_timeout_s: float = option(10.0, "for a request's head, and for its body", 0.01)
-    request_timeout_s: float = option(60.0, "for a request to be answered", 0.01)
-    send_timeout_s: float = option(10.0, "without a byte that the client reads", 0.01)
+    batch_size: int = option(8, "most inputs decoded together", 1, BATCHES[-1])
+    batch_wait_ms: float = option(5.0, "time an input waits for others to join it", 0)
+    max_waiting: int = option(256, "most inputs in the queue", 1)
+    max_inputs: int = option(64, "most inputs of a request", 1)
+    max_input_tokens: int = option(1024, "most tokens of an input", 1, PROMPT_LENGTHS[-1])
+    max_new_tokens: int = option(256, "most tokens of an answer", 1, ANSWER_LENGTHS[-1])
+    max_beam_size: int = option(4, "most beams; a program is compiled for each size", 1)
+    max_body_bytes: int = option(1 << 20, "largest body of a request in bytes", 1)
+    max_connections: int = option(512, "most open connections", 1)
+    body_timeout_s: float = option(10.0, "time for a request's head, and for its body", 0.01)
+    request_timeout_s: float = option(60.0, "time for a request to be answered", 0.01)
+    send_timeout_s: float = option(10.0, "time in which a client reads no byte", 0.01)
     worker_timeout_s: float = option(
-        300.0, "without a step of the worker, the compilation of a program among them", 0.01
+        300.0, "time without a step of the worker, which includes compiling a program", 0.01
     )
-    drain_timeout_s: float = option(25.0, "for requests that run when it is stopped", 0.01)
+    drain_timeout_s: float = option(25.0, "time for open requests when the server stops", 0.01)
     warm_up_tokens: int = option(
-        64,
-        "programs for inputs of up to so many tokens are compiled unasked",
-        0,
+        64, "largest input in tokens for which programs are compiled before any request", 0
     )
 
     decodings: str | None = option(
         None,
-        "ways of decoding that are answered, of greedy, sample, beam2, beam3 and so on, with "
-        "commas; and processors (penalties, n-grams, forced tokens), logprobs (and a stop of "
-        "/v1/generate); others are refused, and compile nothing; all where none is named",
+        "ways of decoding that are answered, separated by commas: greedy, sample, beam2, beam3 "
+        "and so on, processors (penalties, n-grams, forced tokens) and logprobs (and a stop of "
+        "/v1/generate); others are refused and compile nothing; default: all",
     )
 
     def __post_init__(self):

@@ -33,7 +33,7 @@ def test_a_copy_is_the_file_and_nothing_is_written_over(tmp_path, cli):
     cli("configs", tiny, f"--copy={copy}")
     assert copy.read_text() == (configs_dir() / tiny).read_text()
     for words, way in (
-        ([tiny, f"--copy={copy}"], "a file that is not there yet"),
+        ([tiny, f"--copy={copy}"], "a file that does not exist"),
         (["runs/", f"--copy={tmp_path / 'other.gin'}"], "give the whole name of one"),
         ([tiny, f"--copy={tmp_path / 'no/mine.gin'}"], "make it first"),
         (["runs/pretrain_tny.gin"], "did you mean configs/runs/pretrain_tiny.gin?"),

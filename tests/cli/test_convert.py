@@ -234,7 +234,7 @@ def test_nothing_is_left_where_nothing_could_be_converted(in_a_folder, cli, spie
     )
     assert "has 400 pieces, the model's embedding 50 rows; give the vocabulary" in text
     text = cli.refused("convert", "--from=huggingface", "theirs", "theirs")
-    assert "theirs exists; give a folder that is not there yet" in text
+    assert "theirs exists; give a folder that does not exist or is empty" in text
     text = cli.refused("convert", "--to=huggingface", "theirs", "ours")
     assert "is not a run folder" in text
     text = cli.refused("convert", "--to=peft", "nowhere", "ours")
