@@ -6,8 +6,8 @@ but no bytes. SE-MoE (Shen et al. 2022, arXiv:2205.10034), section 2.2 and Algor
 the states of experts by use. `DecayedLFU` is that algorithm, corrected: as printed, a record
 below its threshold is never evicted and keeps all others from being evicted, the record that
 was fetched instead of another has no count, one slot is never used, and several are evicted
-where counts tie. `belady` is the optimum of L. A. Belady (IBM Systems Journal 5, 1966), which knows
-the future.
+where counts tie. `belady` is the optimum of L. A. Belady (IBM Systems Journal 5, 1966), which
+knows the future.
 
 A key is the layer's number times the number of experts, plus the expert's number.
 Dims: N Switch layers, E experts; arrays `_NE` are flat, one element per key; T requested keys
