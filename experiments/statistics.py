@@ -207,9 +207,9 @@ class Estimate:
 def estimate(finals: dict[str, Sequence[float]], weights: dict[str, float]) -> Estimate:
     """A contrast with one variance for all contenders.
 
-    It has a variance for each (Welch) where Levene's test of the medians (Brown and Forsythe) has
-    p < 0.01; with seeds as blocks, which pairs by seed, where the F of seeds is above 4 and has
-    p < 0.01.
+    It has a variance for each (Welch) where Levene's test of the medians (Brown and Forsythe)
+    has p < 0.01; it has seeds as blocks, which pairs by seed, where the F of seeds is above 4
+    and has p < 0.01.
 
     Args:
         finals: quality by contender, one a seed, in the same order of seeds.
