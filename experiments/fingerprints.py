@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What results depend on: the data's hashes, and the code of an experiment."""
+"""Fingerprints of what results depend on: hashes of the data, and an experiment's code."""
 
 import hashlib
 import pathlib
@@ -7,7 +7,7 @@ import pathlib
 from experiments.pages import ROOT
 
 _CODE = ("switchx", "pallas_kernels", "configs")
-# Results depend on data by its hashes, and not on what made it.
+# Results depend on the data through its hashes, not on the code that made it.
 _MAKES_DATA = ("prepare_data.py", "texts.py")
 
 
@@ -17,8 +17,8 @@ def sha256(path: pathlib.Path) -> str:
 
 
 def code_fingerprint(name: str) -> str:
-    """Of all Python and gin files of this checkout that an experiment depends on, every run.py
-    among them: several train or sweep by another's."""
+    """Fingerprint of all Python and gin files of this checkout that an experiment depends on,
+    including every run.py: several train or sweep by another's."""
     digest = hashlib.sha256()
     paths = [path for top in _CODE for path in sorted((ROOT / top).rglob("*"))]
     shared = sorted((ROOT / "experiments").glob("*.py"))

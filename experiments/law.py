@@ -4,8 +4,8 @@
 Between two neighbouring dense cells the logarithm of compute is linear in that of the loss, in
 bits per byte. No law is fitted to all of them: cells of two widths and three lengths lie on
 none (one power of compute misses them by 0.1 bits per byte, a speed-up by half of itself). A
-speed-up is the compute of a dense run of the same loss over that of the sparse run; nothing is
-read beyond the dense cells.
+speed-up is the compute of a dense run with the same loss over that of the sparse run; nothing
+is read beyond the dense cells.
 
 Dims: X draws of the bootstrap, C cells
 """
@@ -28,7 +28,7 @@ class Point:
     Attributes:
         name: rung and length, the same for a dense cell and its sparse one.
         flops: training FLOPs of a run.
-        losses: bits per byte at the last step, one a seed.
+        losses: bits per byte at the last step, one value per seed.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Speedup:
 
 
 def _ln_dense_flops(flops_C: np.ndarray, losses_C: np.ndarray, losses: np.ndarray):
-    """ln FLOPs of dense runs of such losses, not beyond the cells.
+    """ln FLOPs of dense runs with given losses, not beyond the cells.
 
     Args:
         flops_C: increasing FLOPs of the dense cells.
@@ -64,22 +64,22 @@ def _ln_dense_flops(flops_C: np.ndarray, losses_C: np.ndarray, losses: np.ndarra
 
 
 def _drawn(points: Sequence[Point], random: np.random.Generator) -> np.ndarray:
-    """Means of cells, as they would be of other seeds: by t, with the variance of each, as four
-    seeds are too few to draw from; `[X, C]`."""
+    """Means of cells, as they would be with other seeds, `[X, C]`: drawn by t with each cell's
+    variance, as four seeds are too few to draw from."""
     means_C = [np.mean(point.losses) for point in points]
     errors_C, freedom_C = errors_of(points)
     return means_C + errors_C * random.standard_t(freedom_C, (DRAWS, len(points)))
 
 
 def half_widths(points: Sequence[Point]) -> np.ndarray:
-    """Half of the 95% intervals of the cells' means; 0 of a cell with one seed."""
+    """Half of the 95% intervals of the cells' means; 0 for a cell with one seed."""
     errors_C, freedom_C = errors_of(points)
     return errors_C * scipy.stats.t.ppf(0.975, freedom_C)
 
 
 def errors_of(points: Sequence[Point]) -> tuple[np.ndarray, np.ndarray]:
-    """The standard error of each cell's mean, 0 of one seed, and its degrees of freedom, at
-    least 1. Seeds of some lengths differ far more than those of others."""
+    """The standard error of each cell's mean, 0 for one seed, and its degrees of freedom, at
+    least 1. At some lengths seeds differ far more than at others."""
     counts_C = np.array([len(point.losses) for point in points])
     sds_C = [np.std(p.losses, ddof=1) if len(p.losses) > 1 else 0.0 for p in points]
     return sds_C / np.sqrt(counts_C), np.maximum(counts_C - 1, 1)
@@ -88,12 +88,12 @@ def errors_of(points: Sequence[Point]) -> tuple[np.ndarray, np.ndarray]:
 def speedups(
     dense: Sequence[Point], sparse: Sequence[Point]
 ) -> tuple[list[Speedup], Ratio | None]:
-    """The speed-up of each sparse cell, and how it goes with scale.
+    """The speed-up of each sparse cell, and how it changes with scale.
 
     Returns:
-        Also the factor by which the speed-up grows where compute is ten times as large: above
-        1 experts are worth more at scale. It is of the cells that are no bounds; None where
-        these are less than two.
+        Also the factor by which the speed-up grows with ten times the compute: above 1, experts
+        are worth more at scale. It is computed from cells that are not bounds; None where there
+        are fewer than two.
     """
     dense = sorted(dense, key=lambda point: point.flops)
     dense_flops_C, sparse_flops_C = (np.array([p.flops for p in x]) for x in (dense, sparse))

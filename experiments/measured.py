@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an experiment measures: cells, each kept as it comes, and intervals over them."""
+"""Measurements of an experiment: cells, each saved as it is done, and their intervals."""
 
 import dataclasses
 import datetime
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-# Experiments take all that they measure by from here.
+# Experiments import everything that they measure with from here.
 from switchx.analysis.comparison import Interval, interval_of  # noqa: F401
 
 CPU = "cpu"
@@ -23,14 +23,14 @@ CPU = "cpu"
 
 @dataclasses.dataclass(frozen=True)
 class Ratio(Interval):
-    """One of quotients."""
+    """An interval of quotients."""
 
     no_effect: float = 1.0
 
 
 def finals_of(results: dict[str, Any]) -> dict[str, list[float]]:
-    """Quality after the last step, never the best one, by contender, one a seed; NaN of a run
-    that diverged, where JSON has null."""
+    """Quality after the last step, never the best one, by contender, one value per seed; NaN
+    for a run that diverged, where JSON has null."""
     found = {
         name: [seed[max(seed, key=int)] for seed in seeds]
         for name, seeds in results["curves"].items()
@@ -39,7 +39,7 @@ def finals_of(results: dict[str, Any]) -> dict[str, list[float]]:
 
 
 def finite_of(results: dict[str, Any]) -> dict[str, list[float]]:
-    """`finals_of` of the contenders none of whose runs diverged."""
+    """`finals_of` for the contenders none of whose runs diverged."""
     finals = finals_of(results).items()
     return {name: each for name, each in finals if all(map(math.isfinite, each))}
 
@@ -48,7 +48,7 @@ class Cells:
     """JSON lines of what has been done: `{"cell": settings, "value": found, "seconds": s,
     "began": time, "device": name, "jax": version}`.
 
-    Settings say all that a value depends on, so that other settings are other cells.
+    Settings state everything that a value depends on: other settings are other cells.
     """
 
     def __init__(self, file: pathlib.Path):
@@ -56,14 +56,14 @@ class Cells:
         self._file = file
         text = file.read_text(encoding="utf-8") if file.exists() else ""
         whole = text[: text.rfind("\n") + 1]
-        if whole != text:  # killed in the middle of a line
+        if whole != text:  # it was killed in the middle of a line
             file.write_text(whole, encoding="utf-8")
         self._lines = {
             key_of(line["cell"]): line for line in map(json.loads, whole.splitlines())
         }
 
     def get(self, cell: dict[str, Any], measure: Callable[[], Any]) -> Any:
-        """What is known of a cell; what it takes to know it is done the first time."""
+        """The value of a cell, which is measured the first time that it is asked for."""
         if key_of(cell) not in self._lines:
             began = datetime.datetime.now(datetime.UTC).isoformat()
             begin = time.perf_counter()
@@ -74,7 +74,7 @@ class Cells:
                 "device": device(),
                 "jax": importlib.metadata.version("jax"),
             }
-            # A run that was killed and went on has lasted longer than this call.
+            # A run that was killed and resumed has lasted longer than this call.
             if isinstance(value, dict) and "seconds" in value:
                 line["seconds"] = value["seconds"]
             with self._file.open("a", encoding="utf-8") as lines:
@@ -84,19 +84,19 @@ class Cells:
 
     @property
     def lines(self) -> list[dict[str, Any]]:
-        """All that has been done, oldest first."""
+        """All cells that have been done, oldest first."""
         return list(self._lines.values())
 
     @property
     def began(self) -> str | None:
-        """When the first cell did; None of cells that do not say it."""
+        """When the first cell began; None where no cell says it."""
         return min((line["began"] for line in self.lines if "began" in line), default=None)
 
     def require_one_machine(self) -> None:
         """
         Raises:
-            ValueError: cells are of two cards, of a card and a CPU, or of two versions of JAX,
-                whose numbers do not compare.
+            ValueError: cells are from two cards, a card and a CPU, or two versions of JAX,
+                whose numbers cannot be compared.
         """
         with_device = [line for line in self.lines if "device" in line]
         kinds = sorted({f"{e['device']} (JAX {e.get('jax', 'unknown')})" for e in with_device})
@@ -108,13 +108,13 @@ class Cells:
 
     @property
     def seconds(self) -> float:
-        """Of all cells, whenever they were measured."""
+        """Seconds of all cells, whenever they were measured."""
         return sum(line["seconds"] for line in self.lines)
 
 
 @functools.cache
 def device() -> str:
-    """The first card of this machine, as NVIDIA names it, else CPU; JAX is left alone, which
+    """The first card of this machine, as NVIDIA names it, else CPU; JAX is not asked, as it
     would take the card's memory."""
     if os.environ.get("JAX_PLATFORMS") == "cpu" or not shutil.which("nvidia-smi"):
         return CPU
@@ -124,5 +124,5 @@ def device() -> str:
 
 
 def key_of(cell: dict[str, Any]) -> str:
-    """The same text for the same settings, in whatever order."""
+    """The same text for the same settings, whatever their order."""
     return json.dumps(cell, sort_keys=True)

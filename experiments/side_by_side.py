@@ -16,7 +16,7 @@ def _cores() -> list[int]:
 
 
 def num_cores() -> int:
-    """How many cells run at a time."""
+    """Number of cells that run at a time."""
     return len(_cores())
 
 
@@ -27,11 +27,11 @@ def pin_to_one_core() -> None:
 
 
 def on_each_core(work: Callable[[Item], Any], items: Iterable[Item]) -> list[Any]:
-    """What `work` makes of each item, in their order.
+    """Returns what `work` makes of each item, in the items' order.
 
-    Items begin in their order too, each on a core of its own: processes that `work` starts
-    stay on the core of the thread that starts them (where the system can pin, as Linux does).
-    After an error, or SystemExit, those that run end and no other begins.
+    Items also begin in order, each on its own core: processes that `work` starts stay on the
+    core of the thread that starts them (where the system can pin, as Linux does). After an
+    error, or SystemExit, running items finish and no other begins.
     """
     free: queue.SimpleQueue[int] = queue.SimpleQueue()
     for core in _cores():

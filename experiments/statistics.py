@@ -20,9 +20,9 @@ from experiments.measured import Interval, Ratio, finite_of
 
 # Standard deviation of a run's quality over seeds: the mean of twelve experiments.
 SD = 0.015
-# Probability of an error of the first kind, of all looks at a claim together.
+# Probability of a type I error, over all looks at a claim together.
 ERROR = 0.05
-# Seeds are blocks where their F is above it.
+# Seeds are treated as blocks where their F is above this.
 BLOCKS = 4.0
 # Level at which variances differ, and seeds are blocks. By F > 4 alone 0.071 of experiments of
 # two contenders, four and seven seeds, would claim something where there is nothing.
@@ -32,15 +32,15 @@ OUTCOMES = ("open", "ahead", "behind", "equivalent")
 
 @dataclasses.dataclass(frozen=True)
 class Parabola:
-    """Quality as a parabola in ln(rate), and the rate that a contender gets by it.
+    """Quality as a parabola in ln(rate), and the rate that it gives a contender.
 
     Attributes:
         vertex: rate at which the parabola is best; None where it has no maximum.
         rate: vertex rounded to a power of 2^(1/4); None where `problem` says why.
-        error: standard error of ln(vertex), by the delta method with `sd` a run; None of three
-            points.
+        error: standard error of ln(vertex), by the delta method with `sd` per run; None for
+            three points.
         curvature: loss of quality, in nats, at a rate that is e times too high or too low.
-        residual: standard deviation of the points about the parabola; None of three points.
+        residual: standard deviation of the points about the parabola; None for three points.
         problem: why the rate is not found, and the way out; empty where it is found.
     """
 
@@ -75,7 +75,7 @@ def parabola(rates: Sequence[float], qualities: Sequence[float], sd: float = SD)
 
     Args:
         rates: learning rates that were tried, in any order.
-        qualities: one a rate, at the last step; higher is better.
+        qualities: one per rate, at the last step; higher is better.
 
     Raises:
         ValueError: a rate is given twice or is not positive, or fewer than three qualities are
@@ -120,7 +120,7 @@ def parabola(rates: Sequence[float], qualities: Sequence[float], sd: float = SD)
         return Parabola(None, None, None, float(-a), residual, problem)
     vertex = best_x - b / (2 * a)
     slope = np.array([b / (2 * a * a), -1 / (2 * a), 0.0])  # of the vertex, by coefficient
-    # Through three points every parabola fits, and where it peaks the rates have decided.
+    # A parabola fits any three points, and the rates alone decide where it peaks.
     error = None
     if residual is not None:
         error = sd * math.sqrt(slope @ np.linalg.inv(powers.T @ powers) @ slope)
@@ -131,19 +131,19 @@ def parabola(rates: Sequence[float], qualities: Sequence[float], sd: float = SD)
 
 
 def difference(name: str, control: str) -> dict[str, float]:
-    """Weights of a contender's mean less that of the control."""
+    """Weights of a contender's mean minus the control's."""
     return {name: 1.0, control: -1.0}
 
 
 def trend(sizes: dict[str, float]) -> dict[str, float]:
-    """Weights of the slope over log2 of the contenders' sizes, by least squares: the gain of a
-    doubling."""
+    """Weights of the slope over log2 of the contenders' sizes, by least squares: the gain from
+    a doubling."""
     return _of_power(sizes, 1)
 
 
 def curvature(sizes: dict[str, float]) -> dict[str, float]:
-    """Weights of the second derivative over log2 of the sizes, by least squares of a parabola:
-    by so much the gain of a doubling changes with each further one."""
+    """Weights of the second derivative over log2 of the sizes, by a least-squares parabola: how
+    much the gain from a doubling changes with each further one."""
     return {name: 2 * weight for name, weight in _of_power(sizes, 2).items()}
 
 
@@ -169,8 +169,8 @@ def _dot(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def _fit(x_N: np.ndarray, y_N: np.ndarray):
-    """The matrix of powers, the coefficients of the parabola from the highest on, and the
-    residual; None of three points."""
+    """The matrix of powers, the parabola's coefficients from the highest power down, and the
+    residual, which is None for three points."""
     powers, freedom = np.vander(x_N, 3), len(x_N) - 3
     coefficients = np.linalg.lstsq(powers, y_N, rcond=None)[0]
     squares = np.sum((y_N - powers @ coefficients) ** 2)
@@ -185,7 +185,7 @@ class Estimate:
         error: standard error of the mean.
         freedom: degrees of freedom of Student's t.
         sd: standard deviation of a run, over seeds.
-        model: what is assumed of the variance.
+        model: assumption about the variance.
     """
 
     mean: float
@@ -195,21 +195,21 @@ class Estimate:
     model: str
 
     def interval(self, level: float = ERROR) -> Interval:
-        """The interval of confidence 1 - level."""
+        """The interval with confidence 1 - level."""
         half = float(scipy.stats.t.ppf(1 - level / 2, self.freedom)) * self.error
         return Interval(self.mean, self.mean - half, self.mean + half)
 
     def p(self) -> float:
-        """Two-sided p of no effect."""
+        """Two-sided p-value for no effect."""
         return float(2 * scipy.stats.t.sf(abs(self.mean) / self.error, self.freedom))
 
 
 def estimate(finals: dict[str, Sequence[float]], weights: dict[str, float]) -> Estimate:
-    """A contrast by one variance of all contenders.
+    """A contrast with one variance for all contenders.
 
-    By a variance of each (Welch) where Levene's test of the medians (Brown and Forsythe) has
-    p < 0.01; with seeds as blocks, which pairs by seed, where the F of seeds is above 4 and has
-    p < 0.01.
+    It has a variance for each (Welch) where Levene's test of the medians (Brown and Forsythe)
+    has p < 0.01; it has seeds as blocks, which pairs by seed, where the F of seeds is above 4
+    and has p < 0.01.
 
     Args:
         finals: quality by contender, one a seed, in the same order of seeds.

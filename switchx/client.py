@@ -75,10 +75,10 @@ class Answer:
         input: index of the input in the request.
         text: text of the tokens; None from a model without a vocabulary.
         score: log-probability over length ** length_penalty, the end included.
-        is_finished: whether the output came to an end; otherwise it was cut off.
+        is_finished: whether the output reached its end; otherwise it was cut off.
         more: further fields that the server sends, by name.
         sample: index of the answer among the input's, from 0 on, with `num_return_sequences`
-            above 1; of a search and of `best_of` the first one is the best.
+            above 1; in a search and with `best_of`, the first one is the best.
     """
 
     input: int
@@ -91,11 +91,11 @@ class Answer:
 
 
 class Client:
-    """Asks a server; any number of requests at a time.
+    """Sends requests to a server, any number of them at a time.
 
-    A request that the server is too busy for (429, or 503 with `Retry-After`), or that cannot
-    be connected, is sent again when the server says, or after waits that double. Nothing else
-    is sent again.
+    A request for which the server is too busy (429, or 503 with `Retry-After`) or cannot be
+    reached is sent again when the server says so, or after waits that double. Nothing else is
+    sent again.
     """
 
     def __init__(
@@ -112,8 +112,8 @@ class Client:
         Args:
             url: URL of the server, such as `http://127.0.0.1:8000`.
             token: token that the server requires.
-            deadline_s: default deadline of a call in seconds, with the waits between attempts.
-            max_connections: largest number of connections at a time; more calls wait.
+            deadline_s: default deadline of a call in seconds, including waits between attempts.
+            max_connections: largest number of connections at a time; further calls wait.
             options: options of `httpx2.AsyncClient`, such as `verify` or `proxy`.
         """
         if not deadline_s > 0:
@@ -143,17 +143,17 @@ class Client:
     async def generate(
         self, inputs: Inputs, *, deadline_s: float | None = None, **settings
     ) -> Answer | list[Answer] | list[list[Answer]]:
-        """The answer to a text, or the answers to a list, in its order.
+        """Returns the answer to a text, or the answers to a list in its order.
 
         With `num_return_sequences` above 1 each input has a list of `Answer`s.
 
         Args:
             inputs: a text, or a list of texts or of lists of token ids.
-            deadline_s: deadline of this call in seconds; None is the client's.
+            deadline_s: deadline of this call in seconds; None takes the client's.
             settings: fields of the request, such as `max_new_tokens=16, beam_size=4`.
 
         Raises:
-            ServerError: the server refused it; the message says why.
+            ServerError: the server refused the request; the message says why.
             TimeoutError: there was no answer before the deadline.
             httpx2.TransportError: the connection was lost.
         """
@@ -174,13 +174,13 @@ class Client:
     async def stream(
         self, inputs: Inputs, *, deadline_s: float | None = None, **settings
     ) -> AsyncIterator[NewTokens | Answer]:
-        """New tokens as they come, and each input's answer when it has ended.
+        """Yields new tokens as they arrive, and each input's answer when it is complete.
 
         A search has no tokens before its end. With `num_return_sequences` above 1 an input has
-        several answers, each an event. Where the iteration is left early, close the iterator
-        (`contextlib.aclosing`): the server then decodes no further.
+        several answers, each an event. If the iteration is left early, close the iterator
+        (`contextlib.aclosing`), so that the server stops decoding.
 
-        Args, Raises: as `generate`; ServerError also where the stream ends without all answers.
+        Args, Raises: as `generate`; ServerError also if the stream ends without all answers.
         """
         deadline = self._deadline(deadline_s)
         response = await self._send({"inputs": inputs, "stream": True, **settings}, deadline)
@@ -191,7 +191,7 @@ class Client:
                 try:
                     async with _until(deadline):
                         event = await anext(events, None)
-                except httpx2.SSEError as error:  # of a proxy
+                except httpx2.SSEError as error:  # from a proxy
                     raise ServerError(response.status_code, str(error)) from None
                 if event is None or event.event == "done" and missing:
                     raise ServerError(response.status_code, "the stream ended without its end")
@@ -222,7 +222,7 @@ class Client:
                     if (await self._http.get("healthz/ready")).status_code == 200:
                         return
                 except httpx2.TransportError:
-                    pass  # it does not listen yet
+                    pass  # it is not listening yet
                 await asyncio.sleep(FIRST_WAIT_S)
 
     def _deadline(self, deadline_s: float | None) -> float:
@@ -231,7 +231,7 @@ class Client:
         return asyncio.get_running_loop().time() + own_s
 
     async def _send(self, body: dict[str, Any], deadline: float) -> httpx2.Response:
-        """The response whose body is to be read, after as many attempts as it takes."""
+        """The response, its body not yet read, after as many attempts as it takes."""
         clock, wait_s = asyncio.get_running_loop().time, FIRST_WAIT_S
         while True:
             try:
@@ -248,7 +248,7 @@ class Client:
                     raise failed
             except httpx2.ConnectError as error:
                 failed, again_s = error, None
-            if not (again_s or 0) >= FIRST_WAIT_S:  # nothing said, now, or long ago
+            if not (again_s or 0) >= FIRST_WAIT_S:  # no time given, or now, or long past
                 again_s = wait_s * random.uniform(0.5, 1.0)
                 wait_s = min(2 * wait_s, MOST_WAIT_S)
             if clock() + again_s >= deadline:
@@ -279,7 +279,7 @@ async def _until(deadline: float):
 
 
 def _result(number: int, values: dict[str, Any]) -> Answer | list[Answer]:
-    """The answer to an input, or several, in a list; raises KeyError where it is neither."""
+    """The answer to an input, or a list of several; raises KeyError where it is neither."""
     if "hypotheses" in values:
         return [_answer(number, i, each) for i, each in enumerate(values["hypotheses"])]
     return _answer(number, 0, values)
@@ -303,7 +303,7 @@ def _found(name: str, values: dict[str, Any]) -> Sequence[NewTokens | Answer]:
 
 
 def _error(status: int, content: bytes, headers=None) -> ServerError:
-    """The error in a response that is no answer; a proxy's response need not be JSON."""
+    """The error in a response without an answer; a proxy's response need not be JSON."""
     after_s = _seconds((headers or {}).get("retry-after"))
     try:
         error = json.loads(content)["error"]

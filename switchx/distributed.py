@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several processes that train one model: that they agree, and the loss of one.
+"""Several processes that train one model: checking that they agree, and noticing a loss.
 
-On `jax.distributed`: its key-value store compares what they are about to do, its coordination
-service notices one that is lost. Its tasks are recoverable ones here: of others JAX ends every
-process from C++, without the name. The service is in process 0; if that is lost, JAX does so.
+It uses `jax.distributed`: its key-value store to compare what they are about to do, and its
+coordination service to notice a lost process. Its tasks are recoverable: otherwise JAX ends all
+processes from C++, without naming the lost one. It still does if process 0, which has the
+service, is lost.
 """
 
 import collections
@@ -22,14 +23,14 @@ from errno import EADDRNOTAVAIL
 from typing import Any
 
 import jax
-from jax._src import distributed as runtime  # its client is not exported; Orbax takes it, too
+from jax._src import distributed as runtime  # its client is not exported; Orbax uses it, too
 
-FAILURE = "failure"  # in place of a process' statement: why it cannot take part
+FAILURE = "failure"  # in place of a process' statement: the reason why it cannot take part
 WARN_AFTER_S = 10.0  # of waiting for process 0
-GRACE_S = 2.0  # process 0 stays for so long, for the others to read why it ends
+GRACE_S = 2.0  # process 0 stays this long, so that the others can read why it ends
 FOREVER_MS = 30 * 24 * 3600 * 1000
-MAX_NAMED = 8  # of what differs
-# Status of XLA's errors that the loss of another process may have caused.
+MAX_NAMED = 8  # differences named
+# Status codes of XLA errors that the loss of another process may have caused.
 _CAUSED = re.compile(r"(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED):")
 
 
@@ -47,11 +48,11 @@ def connect(
         silence_s: seconds without a heartbeat after which a process is lost.
 
     Raises:
-        ValueError: process 0 cannot listen; or processes differ, with names and in what.
-        TimeoutError: process 0 is not reached.
+        ValueError: process 0 cannot listen, or processes differ; it names them and how.
+        TimeoutError: process 0 cannot be reached.
     """
     _reach(coordinator, start_s) if index else _require_own(coordinator, min(start_s, 60))
-    # JAX waits longer: it would end the process without a word of what it waited for.
+    # JAX waits longer, as it would end the process without saying what it waited for.
     message = f"not all came to coordinator={coordinator!r} within {start_s} s: start all"
     message += " of them, each of 0 to N - 1 once, or give the number that there is"
     missing = threading.Timer(start_s, leave, [f"of num_processes={count}, {message}"])
@@ -59,7 +60,7 @@ def connect(
     missing.start()
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_recoverability", True)
-    # It would take SIGTERM for itself; the training loop agrees on when to stop.
+    # It would handle SIGTERM itself; here, the training loop agrees on when to stop.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         coordinator,
@@ -83,10 +84,10 @@ def connect(
 def distributed(
     peers: "Peers", status_of: Callable[[BaseException], int] = lambda error: 1
 ) -> Iterator[None]:
-    """Within it, an error ends the other processes, too, and so does the loss of one.
+    """A context in which an error, or the loss of a process, ends the other processes, too.
 
     Where another process' loss caused the error, this one ends with that reason. Others end
-    with the exit status of the error: a launcher is not to start wrong input again.
+    with the error's exit status, so that a launcher does not start wrong input again.
     """
     for thread in peers.threads:
         thread.start()
@@ -101,15 +102,15 @@ def distributed(
 
 
 def leave(text: str, status: int = 1) -> None:
-    """Says why, and ends this process; a clean-up would wait for processes that are gone."""
+    """Says why and ends this process at once; cleaning up would wait for lost processes."""
     os.write(sys.__stderr__.fileno(), f"\nswitchx: {text}\n".encode())
     os._exit(status)
 
 
 class Peers:
-    """The processes of a run, connected; `names` are as `process 1 (node002, pid 4711)`.
+    """The connected processes of a run; `names` are like `process 1 (node002, pid 4711)`.
 
-    `threads`, once they are started, end this process when another one is lost or has failed.
+    `threads`, once started, end this process when another one is lost or has failed.
     """
 
     def __init__(self, coordinator: str, count: int, index: int, client, silence_s: int):
@@ -126,7 +127,7 @@ class Peers:
         self.names: list[str] = []
 
     def compare(self, statement: dict[str, Any]) -> list[str]:
-        """Who cannot take part, or differs from process 0, and in what; sets `names`."""
+        """Lists who cannot take part or differs from process 0, and how; sets `names`."""
         own = [self.name, {"num_processes": len(self._all)} | statement]
         self._client.key_value_set(f"switchx/{self._index}", json.dumps(own))
         if self._is_first:
@@ -139,7 +140,7 @@ class Peers:
         return faults
 
     def require_equal_devices(self) -> None:
-        """Checks that all processes see equally many devices: JAX' collectives of hosts fail.
+        """Checks that all processes see equally many devices; else JAX' host collectives fail.
 
         Raises:
             ValueError: some see fewer or more than most; the message names them.
@@ -155,32 +156,32 @@ class Peers:
             )
 
     def fail(self, reason: str, status: int = 1) -> None:
-        """Tells the others that this process ends before its time, why, and how they end."""
+        """Tells the others that this process ends early, why, and how they are to end."""
         if not self._is_over.is_set():
             self._is_over.set()
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # another one was faster
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process was faster
                 text = f"{status} {self.name} failed: {reason}"
                 self._client.key_value_set("switchx/failed", text)
             time.sleep(GRACE_S if self._is_first else 0)
 
     def wait_for_loss(self) -> None:
-        """Gives the loss of another process, which failed this one, time to be noticed."""
+        """Allows time to notice the loss of another process that made this one fail."""
         if not self._is_first and _refusal(self._coordinator):
             self._end(f"{self.names[0]} is lost: its connection ended")
         if self._is_over.wait(self._silence_s + 5.0):
             time.sleep(2 * GRACE_S)  # a thread is about to end this process
 
     def disconnect(self) -> None:
-        """Returns when all processes have come here, of process 0 when the others have left."""
+        """Returns when all processes have come here, in process 0 when the others have left."""
         self._client.wait_at_barrier("switchx/done", FOREVER_MS)
         self._is_over.set()
         if self._is_first:
             self._client.key_value_set("switchx/failed", "")
-        # Python's end aborts a process with a thread in a call of JAX. One that asks who is
-        # alive returns when the others have asked or left, process 0 below at the latest.
+        # Python's exit aborts a process with a thread inside a JAX call. A thread that asks who
+        # is alive returns when the others have asked or left, process 0 below at the latest.
         for thread in self.threads:
             thread.is_alive() and thread.join()
-        if self._is_first:  # without the service, JAX would abort the others
+        if self._is_first:  # if the service ended, JAX would abort the others
             while len(self._client.get_live_nodes(self._all)) > 1:
                 time.sleep(0.05)
         jax.distributed.shutdown()
@@ -189,7 +190,7 @@ class Peers:
         first: dict[int, int] = {}
         while not self._is_over.wait(1.0):
             try:
-                # Waits until all that are alive ask. Who comes back has another number.
+                # Waits until all that are alive ask. One that comes back has another number.
                 live = self._client.get_live_nodes(self._all)
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" in str(error):
@@ -201,7 +202,7 @@ class Peers:
 
     def _watch_failures(self) -> None:
         while not self._is_over.wait(0.1):
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # none within the time
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # there was none in time
                 if failure := self._client.blocking_key_value_get("switchx/failed", 10_000):
                     status, _, text = failure.partition(" ")
                     self._end(text, int(status))
@@ -215,7 +216,7 @@ class Peers:
 
 
 def _faults(all_said: list) -> list[str]:
-    """Who failed, or else who is different, of `[name, statement]`; empty where all is well."""
+    """Who failed, or else who differs, from pairs `[name, statement]`; empty if all is well."""
     if failed := [(name, facts[FAILURE]) for name, facts in all_said if FAILURE in facts]:
         return [f"{name} cannot start: {reason}" for name, reason in failed]
     (_, first), *others = all_said
@@ -235,10 +236,10 @@ def address_of(coordinator: str) -> tuple[str, int]:
 
 
 def _require_own(coordinator: str, seconds: float) -> None:
-    """Checks that process 0 can listen: JAX aborts where it cannot, or shares the port.
+    """Checks that process 0 can listen, as JAX otherwise aborts, or shares the port.
 
-    For some seconds a cluster may not know the name of a machine that has begun, or have its
-    old address.
+    For some seconds a cluster may not know the name of a machine that has just started, or may
+    have its old address.
     """
     end, warn_at = time.monotonic() + seconds, time.monotonic() + WARN_AFTER_S
     host, port = address_of(coordinator)
@@ -263,7 +264,7 @@ def _require_own(coordinator: str, seconds: float) -> None:
 
 
 def _is_number(host: str) -> bool:
-    """Whether it is an address itself, and no name of one."""
+    """Whether `host` is itself an address, not the name of one."""
     try:
         return bool(ipaddress.ip_address(host))
     except ValueError:
@@ -271,7 +272,7 @@ def _is_number(host: str) -> bool:
 
 
 def _reach(coordinator: str, seconds: int) -> None:
-    """Waits until something listens at the coordinator's address."""
+    """Waits until something is listening at the coordinator's address."""
     end, warn_at = time.monotonic() + seconds, time.monotonic() + WARN_AFTER_S
     while error := _refusal(coordinator):
         message = (

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fields of frozen configurations: their checks, their JSON, and what may change in a run.
 
-A configuration is a frozen dataclass. Its types say what values a field takes (`Literal`), its
-fields say whether a run that is resumed or evaluated may have another value (`at_resume`,
-`at_evaluation`), and `config.json` of a run folder holds it as `describe` gives it.
+A configuration is a frozen dataclass. Its types say which values a field takes (`Literal`), its
+fields say whether a run may have another value when it is resumed or evaluated (`at_resume`,
+`at_evaluation`), and a run folder's `config.json` holds it in the form that `describe` returns.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ def check_choices(config) -> None:
 
 
 def require_at_least(config, least: float, *names: str) -> None:
-    """Raises ValueError where a field is below `least`, infinite, or no int64; None passes."""
+    """Raises ValueError where a field is below `least`, infinite or not int64; None passes."""
 
     def holds(value) -> bool:
         return least <= value < (2**63 if isinstance(value, int) else math.inf)
@@ -53,7 +53,7 @@ def require_at_least(config, least: float, *names: str) -> None:
 
 
 def require_above_zero(config, *names: str) -> None:
-    """Raises ValueError where a field is not above 0, or infinite; None passes."""
+    """Raises ValueError where a field is not above 0, or is infinite; None passes."""
     _require_each(config, names, lambda value: 0 < value < math.inf, "a number above 0")
 
 
@@ -96,7 +96,7 @@ def require_pairs(name: str, pairs, types: tuple[type, ...]) -> None:
 def at_resume(default=dataclasses.MISSING):
     """A field that may have another value when a run is resumed, and when it is evaluated.
 
-    It changes no mathematics, or decides only how long, how often and where.
+    It does not change the mathematics, or decides only how long, how often and where.
     """
     return dataclasses.field(default=default, metadata={"may change on": "resume"})
 
@@ -104,7 +104,7 @@ def at_resume(default=dataclasses.MISSING):
 def at_evaluation(default=dataclasses.MISSING):
     """A field that may have another value when a run is evaluated.
 
-    The trained parameters mean the same; training would go on in another way.
+    Trained parameters keep their meaning, but training would continue differently.
     """
     return dataclasses.field(default=default, metadata={"may change on": "evaluation"})
 
@@ -131,7 +131,7 @@ class Option:
             type of its items.
         choices: values of a `Literal`; None for other types.
         help: help text of one line.
-        least, most: bounds of its numbers, both included; None is no bound.
+        least, most: bounds of its numbers, both inclusive; None sets no bound.
         is_list: whether its values are tuples of any length.
     """
 
@@ -159,7 +159,7 @@ class Option:
 
 
 def option(default, help: str, least: float | None = None, most: float | None = None):
-    """A field with what `Option` says; its type and choices are those of the annotation."""
+    """A field described by an `Option`, whose type and choices are the annotation's."""
     return dataclasses.field(default=default, metadata={"option": (help, least, most)})
 
 
@@ -178,7 +178,7 @@ def options(cls: type) -> dict[str, Option]:
 
 
 def check_options(config) -> None:
-    """Raises FieldError where a number is out of its option's bounds; None is no number."""
+    """Raises FieldError where a number is outside its option's bounds; None passes."""
     for name, each in options(type(config)).items():
         value = getattr(config, name)
         is_number = each.choices is None and each.type is not str
@@ -188,7 +188,7 @@ def check_options(config) -> None:
 
 
 def _type_name(kind: type) -> str:
-    """The name that a description has for a class: the module too, unless it is switchx's."""
+    """The name of a class in descriptions, with its module unless that is switchx's."""
     is_ours = kind.__module__.split(".")[0] == "switchx"
     return kind.__name__ if is_ours else f"{kind.__module__}.{kind.__qualname__}"
 
@@ -196,13 +196,13 @@ def _type_name(kind: type) -> str:
 def describe(value, where: str = "the configuration") -> Any:
     """Nested dataclasses as JSON; a dataclass keeps its type's name under `type`.
 
-    Functions are written by name, so that a reader imports them again.
+    Functions are written by name, so that a reader can import them again.
 
     Args:
         where: name of the value, for messages.
 
     Raises:
-        ValueError: a value has no JSON and no name to import it by.
+        ValueError: a value has neither a JSON form nor a name to import it by.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         described = {
@@ -237,14 +237,14 @@ def _finite(value):
 
 
 def without_gin(value):
-    """A function that a gin file names, out of the wrapper that gin puts around it."""
+    """Takes a function that a gin file names out of the wrapper that gin puts around it."""
     while getattr(value, "__globals__", {}).get("__name__") == "gin.config":
         value = value.__wrapped__
     return value
 
 
 def _importable(value, where: str) -> str:
-    """The dotted name by which a class or a function is found again; checks that it is."""
+    """The dotted name by which a class or function can be found again; checks that it can."""
     module = getattr(value, "__module__", None)
     last = getattr(value, "__qualname__", "")
     found = getattr(sys.modules.get(module), last, None)
@@ -257,7 +257,7 @@ def _importable(value, where: str) -> str:
 
 
 def from_description(cls: type, description: dict[str, Any], where: str):
-    """The configuration that `describe` gave this description.
+    """The configuration from which `describe` made this description.
 
     Args:
         cls: expected class. A description with the name of another module's class is of

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model as lm-evaluation-harness asks it: likelihoods of continuations, and texts.
+"""A model for lm-evaluation-harness: likelihoods of continuations, and generated texts.
 
-Gao et al. 2024, lm_eval. `switchx eval --harness=TASKS` calls it by itself. Its own flags are
-those of `python -m switchx.harness run --model switchx --model_args model_dir=runs/tiny`. As
-`lm_eval --model switchx` it is unknown to 0.4.13, which reads no entry points; ours is for
-versions that do.
+Gao et al. 2024, lm_eval. `switchx eval --harness=TASKS` calls the harness itself. The harness's
+own flags are taken by `python -m switchx.harness run --model switchx --model_args
+model_dir=runs/tiny`. `lm_eval --model switchx` is unknown to 0.4.13, which reads no entry
+points; our entry point is for versions that do.
 
 A decoder-only model reads its start token, where its vocabulary has one, before every context
-(`add_bos_token=True` of the harness's own `hf`), and its end of text in place of none. Contexts
-that are too long lose tokens on the left, as in the harness's other models; a warning says how
-many do.
+(like `add_bos_token=True` of the harness's own `hf`), and its end of text in place of an empty
+context. Contexts that are too long lose tokens on the left, as in the harness's other models; a
+warning says how many do.
 """
 
 import logging
@@ -36,8 +36,8 @@ from switchx.training.compilation_cache import compiled_programs_kept
 logger = logging.getLogger(__name__)
 
 Pair = tuple[list[int], list[int]]
-MAX_LENGTH = 2048  # of models without a limit; the harness's own default
-# Settings of generation by their names here; `do_sample` and `until` are read beside them.
+MAX_LENGTH = 2048  # for models without a limit; the harness's own default
+# Generation settings, by their names here; `do_sample` and `until` are also read.
 _SETTINGS = {
     **dict.fromkeys(
         ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"),
@@ -46,7 +46,7 @@ _SETTINGS = {
     **{name: name for name in ("temperature", "top_k", "top_p", "repetition_penalty")},
     "num_beams": "beam_size",
 }
-# Settings of samples alone, and values of them that leave all tokens to draw from.
+# Settings only for sampling, and their values that leave all tokens to draw from.
 _OF_SAMPLES = {"top_k": 0, "top_p": 1}
 
 
@@ -56,7 +56,7 @@ class SwitchxLM(LM):
 
     Attributes:
         model: what `switchx.load` returned.
-        max_length: tokens of a context and its continuation.
+        max_length: most tokens of a context with its continuation.
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class SwitchxLM(LM):
         """Reads the model.
 
         Args:
-            model_dir: folder, or a model that is loaded already.
-            batch_size: texts at a time; `auto` is 32.
-            max_length: by default the model's own, else 2048.
-            max_gen_toks: tokens of an answer where a task names none.
-            unused: what the harness says of devices and batches; it changes nothing.
+            model_dir: folder, or a model that is already loaded.
+            batch_size: number of texts at a time; `auto` is 32.
+            max_length: see the attribute; by default the model's own, else 2048.
+            max_gen_toks: tokens of an answer where a task gives no number.
+            unused: the harness's settings of devices and batches, which change nothing.
 
         Raises:
-            ValueError: the model has no vocabulary; or as `switchx.load` raises it.
+            ValueError: the model has no vocabulary; or see `switchx.load`.
         """
         super().__init__()
         model = model_dir if isinstance(model_dir, Model) else load(model_dir, step=step)
@@ -98,8 +98,8 @@ class SwitchxLM(LM):
         return self._scored([self._pair(*each.args) for each in requests])
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False):
-        """Log-likelihood of each whole text, by windows of `max_length` that do not overlap in
-        what they predict; a start token is among it, as the harness's `hf` has it."""
+        """Log-likelihood of each whole text, in windows of `max_length` whose predicted tokens
+        do not overlap; it includes a start token, as in the harness's `hf`."""
         pairs, owners = [], []
         for owner, (text,) in enumerate(each.args for each in requests):
             tokens = self.model.prompt(self.model.vocabulary.encode(text))
@@ -143,22 +143,22 @@ class SwitchxLM(LM):
         return self._inputs(context, read), whole[len(read) :]
 
     def _inputs(self, context: str, tokens: list[int] | None = None) -> list[int]:
-        """Tokens that stand before what is predicted; at least one."""
+        """The tokens before the predicted ones; at least one."""
         model = self.model
         if self._has_encoder:
             form = model.config, model.vocabulary, model.text_format, model.ids
             (read,), _ = token_lists([context], "inputs", *form) if context else ([[]], None)
             return read or [self._first]
         tokens = model.vocabulary.encode(context) if tokens is None else tokens
-        if tokens and model.text_format.inputs_end_with_eos:  # as it was trained
+        if tokens and model.text_format.inputs_end_with_eos:  # as in training
             tokens = [*tokens, model.ids.eos_id]
         return model.prompt(tokens) or [self._first]
 
     def _scored(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
-        # A decoder's start token stands in the pairs.
+        # The pairs already contain a decoder's start token.
         own = {} if self._has_encoder else {"start_id": None}
         scorer = self.model.scorer(batch_size=self.batch_size, logprobs=1, **own)
-        # A place predicts a token, so the last one is not read.
+        # Each place predicts the next token, so the last token is not read.
         read = self._cut([(tokens, len(wanted) - 1) for tokens, wanted in pairs])
         pairs = [(tokens, wanted) for tokens, (_, wanted) in zip(read, pairs, strict=True)]
         with compiled_programs_kept(None):
@@ -171,8 +171,8 @@ class SwitchxLM(LM):
         ]
 
     def _cut(self, asked: Sequence[tuple[list[int], int]]) -> list[list[int]]:
-        """The last tokens of each context that fit before so many further ones; an encoder
-        reads all."""
+        """The last tokens of each context that fit before a number of further ones; an encoder
+        reads all tokens."""
         if self._has_encoder:
             return [tokens for tokens, _ in asked]
         longest = max((num_further for _, num_further in asked), default=0)
@@ -195,7 +195,7 @@ class SwitchxLM(LM):
         return found
 
     def _written(self, contexts: Sequence[str], asked: dict[str, Any]) -> list[str]:
-        """Answers by the settings of a task."""
+        """Answers to contexts under a task's settings."""
         settings = {"max_new_tokens": self.max_gen_toks, "stop": (), "temperature": 0.0}
         asked = dict(asked)
         samples = asked.pop("do_sample", (asked.get("temperature") or 0.0) > 0)
@@ -242,17 +242,17 @@ def results_of(
 
     Args:
         tasks: names of tasks or groups, or patterns of them.
-        folder: folder of further tasks; it may be that of YAML files on local data.
-        limit: examples of each task; None is all.
+        folder: folder of further tasks, such as YAML files on local data.
+        limit: number of examples of each task; None means all.
 
     Raises:
-        ValueError: there is no such task, or its data cannot be had; or as in `SwitchxLM`.
+        ValueError: there is no such task, or its data is not available; or see `SwitchxLM`.
     """
     require(
         folder is None or pathlib.Path(folder).is_dir(),
         f"there is no folder {folder} of tasks; give the one of the YAML files",
     )
-    # Thousands of its own are not looked through where the folder has them all.
+    # The harness's own thousands of tasks are not searched if the folder has all of them.
     manager = folder and TaskManager(include_path=folder, include_defaults=False)
     if not (manager and all(manager.match_tasks([name]) for name in tasks)):
         manager = TaskManager(include_path=folder)
@@ -271,7 +271,7 @@ def results_of(
             "that a machine with one left in HF_HOME"
         ) from error
     model = SwitchxLM(model_dir, step, batch_size)
-    # What is in a group comes with it, and its means are computed where it is asked for itself.
+    # A group brings its members, and its means are computed where it is asked for itself.
     groups = loaded["groups"].values()
     inner = {task.task_name for group in groups for task in group.get_all_tasks()}
     inner |= {each.name for group in groups for each in group.get_all_groups()}

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Object stores: what `gs://bucket/run` and `s3://bucket/run` need that a folder does not.
 
-A store has objects under keys, and neither folders, nor renames, nor locks, nor appending. An
-object is there whole or not at all, and all readers see it at once. So what is written last (a
-checkpoint's manifest) says that the rest is there, whoever owns a run has written so in a
-token, and files that grow, such as logs, are written on the machine (`Mirror`) and put as they
-are.
+A store has objects under keys, but no folders, renames, locks or appending. An object exists
+whole or not at all, and all readers see it at once. So the file that is written last (a
+checkpoint's manifest) shows that the rest is there, the owner of a run records its ownership
+in a token, and files that grow, such as logs, are written on the machine (`Mirror`) and
+uploaded as they are.
 
 Small files go through epath and fsspec (gcsfs, s3fs), arrays through TensorStore, whose drivers
-Orbax names. Orbax knows gs:// alone; `_teach_orbax_s3` gives it the other.
+Orbax names. Orbax knows only gs://; `_teach_orbax_s3` teaches it the other.
 """
 
 import contextlib
@@ -27,20 +27,20 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-if TYPE_CHECKING:  # what few commands need is imported where it is used
+if TYPE_CHECKING:  # few commands need this, so it is imported where it is used
     from etils import epath
 
 logger = logging.getLogger(__name__)
 
-# By scheme: TensorStore's driver, fsspec's names of it, the package that it needs.
+# By scheme: TensorStore's driver, fsspec's names for it, the package that it needs.
 _STORES = {"gs": ("gcs", ("gcs", "gs"), "gcsfs"), "s3": ("s3", ("s3",), "s3fs")}
 
-# The second has the methods of the first.
+# The second type has the methods of the first.
 Folder: TypeAlias = "pathlib.Path | epath.Path"
 
 
 def is_address(path: str | os.PathLike) -> bool:
-    """Whether it names something in a store, as `s3://bucket/run` does."""
+    """Whether a path names something in a store, as `s3://bucket/run` does."""
     return "://" in str(path)
 
 
@@ -51,7 +51,7 @@ def as_folder(path: str | os.PathLike, name: str = "path") -> Folder:
         name: name of the setting that gave it, for messages.
 
     Raises:
-        ValueError: the store is none that is known, or its package is not installed.
+        ValueError: the store is not a known one, or its package is not installed.
     """
     if isinstance(path, pathlib.PurePath) and re.match("(gs|s3):/[^/]", str(path)):
         raise ValueError(
@@ -73,7 +73,7 @@ def as_folder(path: str | os.PathLike, name: str = "path") -> Folder:
 
 
 def absolute(path: str | os.PathLike) -> pathlib.Path:
-    """A path on this machine as TensorStore takes it, which refuses any with `..` in it."""
+    """An absolute local path that TensorStore accepts: it refuses paths with `..` in them."""
     full = pathlib.Path(path).expanduser().absolute()
     return full.resolve() if ".." in full.parts else full
 
@@ -88,7 +88,7 @@ def _prepare(scheme: str, name: str) -> None:
         )
     import fsspec
 
-    for protocol in protocols:  # epath's own instances get it from here
+    for protocol in protocols:  # epath's own instances take it from here
         fsspec.config.conf.setdefault(protocol, {})["use_listings_cache"] = False
     if scheme == "s3":
         _teach_orbax_s3()
@@ -96,9 +96,9 @@ def _prepare(scheme: str, name: str) -> None:
 
 @functools.cache
 def _teach_orbax_s3() -> None:
-    """Makes Orbax give TensorStore the driver of S3 for `s3://`.
+    """Makes Orbax give TensorStore the S3 driver for `s3://`.
 
-    Orbax knows the addresses `gs://`. Its specification of one is the same for S3, but for the
+    Orbax knows `gs://` addresses. Its specification for one is the same for S3, except for the
     driver.
 
     Raises:
@@ -134,7 +134,7 @@ def _as_s3(spec: Any) -> Any:
 
 
 def _s3_settings() -> dict[str, str]:
-    """Endpoint and region as the environment has them for every program of AWS."""
+    """Endpoint and region, from the environment variables that all AWS programs read."""
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3", os.environ.get("AWS_ENDPOINT_URL"))
     region = os.environ.get("AWS_REGION", os.environ.get("AWS_DEFAULT_REGION"))
     settings = {"endpoint": endpoint, "aws_region": region}
@@ -152,7 +152,7 @@ def kvstore(folder: Folder) -> dict[str, Any]:
 
 
 def files_in(folder: Folder) -> dict[str, int]:
-    """Bytes of all files below a folder, by their names in it; none where nothing is there."""
+    """Bytes of all files below a folder, by their names in it; empty if it does not exist."""
     if not is_address(folder):
         paths = (path for path in folder.rglob("*") if path.is_file())
         return {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
@@ -162,10 +162,10 @@ def files_in(folder: Folder) -> dict[str, int]:
 
 
 def state_of(file: Folder) -> tuple[Any, ...]:
-    """Values that differ when a file has changed; the file is not read."""
+    """Values that differ if a file has changed; the file is not read."""
     if is_address(file):
         store, path = _store_of(file)
-        return (store.checksum(path),)  # of what the store says of it, its hash among that
+        return (store.checksum(path),)  # of the store's information on it, including its hash
     status = file.stat()
     return status.st_size, status.st_mtime_ns
 
@@ -174,7 +174,7 @@ def remove(folder: Folder, first: str) -> None:
     """Deletes a folder of a store.
 
     Args:
-        first: name of the file that says that the rest is there; deleted before the rest.
+        first: name of the file that shows that the rest is there; it is deleted first.
     """
     (folder / first).unlink(missing_ok=True)
     if files_in(folder):
@@ -183,25 +183,25 @@ def remove(folder: Folder, first: str) -> None:
 
 
 def _store_of(folder: Folder) -> tuple[Any, str]:
-    """fsspec's file system of a folder, and its path there."""
+    """fsspec's file system for a folder, and the folder's path in it."""
     import fsspec
 
     return fsspec.core.url_to_fs(str(folder))
 
 
 def free_bytes(folder: Folder) -> float:
-    """The free bytes of the folder's disk; infinite in a store."""
+    """Free bytes on the folder's disk; infinite in a store."""
     return float("inf") if is_address(folder) else shutil.disk_usage(folder).free
 
 
 class Mirror:
-    """The small files of a folder in a store, on this machine: read and written here, then put.
+    """The small files of a store's folder, read and written on this machine, then uploaded.
 
     Attributes:
-        folder: folder with a copy of the files, of this process alone, deleted when it ends.
+        folder: folder with this process' own copy of the files, deleted when it ends.
     """
 
-    # Large, and read where they are; or of this machine alone.
+    # Large files, read where they are; and files for this machine only.
     _NOT_FETCHED = ("checkpoints/", "tensorboard/", "profile/")
     _NOT_PUT = ("compiled/", "storage/", "trainer.json")
 
@@ -211,11 +211,11 @@ class Mirror:
         self._temporary = tempfile.TemporaryDirectory(prefix="switchx_")
         self.folder = pathlib.Path(self._temporary.name)
         self._put: dict[str, tuple] = {}
-        self._token: str | None = None  # of this process, while it trains there
+        self._token: str | None = None  # this process' token, while it trains there
         self.fetch()
 
     def fetch(self) -> None:
-        """Makes the copy what the store has; what was not put is gone."""
+        """Replaces the copy by the store's files; files that were not uploaded are lost."""
         for path in self.folder.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         self._put = {}
@@ -228,7 +228,7 @@ class Mirror:
                 self._put[name] = state_of(path)
 
     def put(self) -> None:
-        """Puts what was written since."""
+        """Uploads the files that have been written since the last upload."""
         address = as_folder(self._address)
         for name in files_in(self.folder):
             path = self.folder / name
@@ -242,8 +242,8 @@ class Mirror:
     def owned(self) -> Iterator[None]:
         """Owns the folder by a token, until another trainer writes its own there.
 
-        The trainer before finds that at its next save, and ends (`require_owned`). So one that
-        was killed, and left its token, is in no one's way. At the end, files are put.
+        The previous trainer finds out at its next save, and ends (`require_owned`), so one that
+        was killed and left its token is in nobody's way. At the end, files are uploaded.
         """
         if holder := self._read_owner():
             logger.warning(
@@ -264,10 +264,10 @@ class Mirror:
             self._token = None
 
     def require_owned(self) -> None:
-        """Checks that the token is still that of this process, if it has written one.
+        """Checks that the token is still this process' own, if it has written one.
 
         Raises:
-            ValueError: another trainer has taken over; says which.
+            ValueError: another trainer has taken over; the message says which.
         """
         owner = self._read_owner()
         if self._token not in (None, owner.get("token")):
@@ -291,7 +291,7 @@ class Mirror:
 
 @functools.cache
 def mirror(address: str) -> Mirror:
-    """The mirror of a folder in a store; there is one in a process."""
+    """The mirror of a folder in a store; each process has only one."""
     return Mirror(address)
 
 
@@ -305,12 +305,12 @@ def small_files(path: str | os.PathLike) -> pathlib.Path:
     return mirror(str(folder)).folder if is_address(folder) else folder
 
 
-# Limits of nesting and size. json's own limit of nesting depends on its caller's stack.
+# Limits of nesting and size. json's own nesting limit depends on its caller's stack.
 MAX_JSON_DEPTH, MAX_JSON_BYTES = 64, 1 << 28
 
 
 def is_nested_deeper(value, most: int) -> bool:
-    """Whether lists and dictionaries are in each other more than `most` times."""
+    """Whether lists and dictionaries are nested more than `most` deep."""
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(most):
         inner = (each.values() if isinstance(each, dict) else each for each in level)
@@ -341,7 +341,7 @@ def require_no_lfs_pointer(file: Folder) -> None:
 
 
 def way_out(folder: pathlib.Path, otherwise: str) -> str:
-    """What to do where a folder is no run: by what it is instead, if that is known."""
+    """What to do if a folder is not a run, depending on what it is instead, if known."""
     with contextlib.suppress(OSError, ValueError):
         if "model_type" in read_json_object(folder / "config.json"):
             return (
@@ -357,11 +357,11 @@ def way_out(folder: pathlib.Path, otherwise: str) -> str:
 
 
 def read_json_object(file: Folder, most_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """The JSON object in a file, which may come from anybody.
+    """Reads the JSON object in a file, which may come from anybody.
 
     Raises:
-        ValueError: the file is too large, nested too deeply, no UTF-8, no JSON or no object;
-            the message is a clause.
+        ValueError: the file is too large, nested too deeply, not UTF-8, not JSON or not an
+            object; the message is a clause.
         OSError: the file cannot be read.
     """
     with file.open("rb") as opened:

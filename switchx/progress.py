@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Live progress: on a terminal a bar and lines, in a notebook one display, elsewhere lines.
+"""Live progress: a bar and lines on a terminal, one display in a notebook, lines elsewhere.
 
-Every reporter shows log records too while it is entered. Records of switchx are shown from INFO
-on: slow operations log that they begin. Records of libraries are shown from WARNING on, and
-Python's warnings (`logging.captureWarnings`) with them.
+While it is entered, every reporter also shows log records. Records of switchx are shown from
+INFO up: slow operations log when they begin. Records of libraries are shown from WARNING up,
+and so are Python's warnings (`logging.captureWarnings`).
 """
 
 import abc
@@ -27,16 +27,16 @@ NOTE_EVERY_S = 10
 # A notebook's display: seconds between updates of the bar, and most lines below it.
 REDRAW_EVERY_S = 0.25
 SHOWN_LINES = 40
-_OURS = ("switchx", "pallas_kernels")  # whose errors are for a person
+_OURS = ("switchx", "pallas_kernels")  # packages whose errors are written for people
 
 
 def reporter_here(unit: str = "step"):
     """A reporter for the caller of a Python function; a context manager.
 
     It is a display in a notebook, and a bar and lines elsewhere. In all processes but the first
-    (`jax.distributed`) it shows warnings alone.
+    (`jax.distributed`) it shows only warnings.
     """
-    import jax  # not for help
+    import jax  # not needed for help
 
     if jax.process_index() > 0:
         return SilentReporter(jax.process_index())
@@ -44,16 +44,16 @@ def reporter_here(unit: str = "step"):
 
 
 def in_notebook() -> bool:
-    """Whether a notebook's kernel runs this process: of Jupyter, Colab, or like them."""
+    """Whether a notebook's kernel runs this process: Jupyter's, Colab's or a similar one."""
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
     return getattr(shell, "kernel", None) is not None
 
 
 class Reporter(abc.ABC):
-    """Lines and a bar of work: of training (`switchx.training.loop.Reporter`), or of examples.
+    """Lines and a bar for work: training (`switchx.training.loop.Reporter`), or examples.
 
-    Lines of metrics fit 80 columns. A subclass shows them by `_show_line` and `_show_bar`.
+    Lines of metrics fit 80 columns. Subclasses show them with `_show_line` and `_show_bar`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, unit: str = "step"):
@@ -65,7 +65,7 @@ class Reporter(abc.ABC):
         self._unit = unit
         self._clock = clock
         self._start_s = self._noted_s = clock()
-        self._first: tuple[int, float] | None = None  # step of this process, and when
+        self._first: tuple[int, float] | None = None  # this process' first step, and its time
         self._last_step = 0
         self._contexts = contextlib.ExitStack()
 
@@ -77,7 +77,7 @@ class Reporter(abc.ABC):
         self._contexts.close()
 
     def begin(self, first_step: int, last_step: int) -> None:
-        if self._first is not None:  # of work before
+        if self._first is not None:  # from earlier work
             self._first = first_step, self._clock()
         self._last_step = last_step
         self._show_bar(total=last_step, completed=first_step, description="compiling")
@@ -92,7 +92,7 @@ class Reporter(abc.ABC):
         )
 
     def counted(self, number: int) -> None:
-        """So much is done, of work without metrics: a line of it now and then."""
+        """Notes progress of work without metrics, and shows it in a line now and then."""
         self.stepped(number)
         if self._clock() - self._noted_s >= NOTE_EVERY_S:
             self._noted_s = self._clock()
@@ -121,7 +121,7 @@ class Reporter(abc.ABC):
             self._note_texts(step, metrics["texts"])
 
     def _note_texts(self, step: int, texts: dict[str, dict[str, Any]]) -> None:
-        from switchx.training.text_evaluation import COUNTS  # not for help
+        from switchx.training.text_evaluation import COUNTS  # not needed for help
 
         for task, values in texts.items():
             scores = (
@@ -138,16 +138,16 @@ class Reporter(abc.ABC):
 
     @abc.abstractmethod
     def _show_line(self, seconds: float, text: str) -> None:
-        """Shows a line, and how long after the start it came."""
+        """Shows a line, with its time since the start."""
 
     @abc.abstractmethod
     def _show_bar(self, **changed) -> None:
         """Draws the bar: `total`, `completed`, `description`, `status`, `time_left`."""
 
     def _time_left(self, step: int) -> str:
-        """The time left, from the steps after this process' first one, which compiles.
+        """The time left, judged by the steps after this process' first one, which compiles.
 
-        The time includes evaluations and checkpoints at the rate that they had so far.
+        It includes evaluations and checkpoints at their rate so far.
         """
         first_step, first_s = self._first
         if step == first_step:
@@ -160,7 +160,7 @@ class Reporter(abc.ABC):
 
 
 class TerminalReporter(Reporter):
-    """On standard error: a bar where that is a terminal, and lines everywhere."""
+    """Reports on standard error: a bar if that is a terminal, and lines in any case."""
 
     def __init__(
         self, console: Console | None = None, clock=time.perf_counter, unit: str = "step"
@@ -168,7 +168,7 @@ class TerminalReporter(Reporter):
         """Shows nothing before it is entered.
 
         Args:
-            console: console to print on; None is standard error.
+            console: console to print on; None means standard error.
             unit: unit of the work, for the bar.
         """
         super().__init__(clock, unit)
@@ -205,9 +205,9 @@ class TerminalReporter(Reporter):
 
 
 class NotebookReporter(Reporter):
-    """One display below a cell: a bar, and the newest lines. It needs no widgets.
+    """One display below a cell, with a bar and the newest lines; it needs no widgets.
 
-    What remains is saved with the notebook.
+    What it shows last is saved with the notebook.
     """
 
     def __init__(self, clock=time.perf_counter, unit: str = "step"):
@@ -273,7 +273,7 @@ class NotebookReporter(Reporter):
 
 
 class SilentReporter:
-    """A training loop's reporter that shows warnings alone, for all processes but the first."""
+    """A training loop's reporter that shows only warnings, for all processes but the first."""
 
     def __init__(self, index: int):
         self._index = index
@@ -302,14 +302,14 @@ class SilentReporter:
 def shown_by(
     show: Callable[[str], None], *, has_traceback: bool | None = None
 ) -> Iterator[None]:
-    """Gives every log record to `show` as a line, until the end of the context.
+    """Passes every log record to `show` as a line, until the end of the context.
 
-    A warning's begins with `warning: `, an error's with `error: `. The line of a record with an
-    exception ends in its type and text.
+    A warning's line begins with `warning: `, an error's with `error: `. The line of a record
+    with an exception ends in the exception's type and text.
 
     Args:
-        has_traceback: the exception's traceback follows in further lines; None is as in the
-            context around this one.
+        has_traceback: whether the exception's traceback follows in further lines; None takes
+            the value of the surrounding context.
     """
     root, ours = logging.getLogger(), logging.getLogger("switchx")
     handlers, level = root.handlers[:], ours.level
@@ -334,7 +334,7 @@ class _LineHandler(logging.Handler):
             return
         try:
             text = record.getMessage().strip()
-        except Exception:  # of another library's call
+        except Exception:  # caused by another library's call
             return self.handleError(record)
         if record.name == "py.warnings":
             text = text.partition("\n")[0]  # the line of code that follows says nothing
@@ -354,7 +354,7 @@ def cause(error: BaseException) -> str:
 
 
 def is_for_a_person(error: BaseException) -> bool:
-    """Whether its message suffices: our own code raised it, or the system refused something."""
+    """Whether its message is enough: our code raised it, or the system refused something."""
     if isinstance(error, OSError) or not isinstance(error, ValueError | RuntimeError):
         return isinstance(error, OSError)
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)

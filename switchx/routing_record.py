@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record of a model's routing: what each token of whole groups asked for and got.
+"""The record of a model's routing: what each token, in whole groups, asked for and got.
 
 A record is one Parquet file, written batch by batch and readable by any Parquet reader. A row
-is a place of a batch in one stack, padding included, in the order in which the layer cuts
+is a place of a batch in one stack, including padding, in the order in which the layer cuts
 places into groups. A row group is one batch in one stack. Columns:
 
     stack, batch, batch_size, row     encoder or decoder; number of the batch, and its rows B;
@@ -52,9 +52,9 @@ class RecordInfo:
         switch: the Switch layers as they ran: experts, groups, capacity, router, padding rule.
         layers: names of the recorded Switch layers, by stack.
         step: training step of the parameters.
-        source: what recorded: `training`, `eval`, `score` or `generate`.
+        source: source of the record: `training`, `eval`, `score` or `generate`.
         model: fingerprint of the model; "" where a run recorded itself.
-        vocabulary: fingerprint of the vocabulary; None without one.
+        vocabulary: fingerprint of the vocabulary; None where there is none.
         is_whole: whether no batch was left out because the record was full.
         version: version of the format.
     """
@@ -70,12 +70,12 @@ class RecordInfo:
 
     @property
     def num_ranks(self) -> int:
-        """R, the experts recorded of each token."""
+        """R, the number of experts recorded for each token."""
         return self.switch.num_ranks
 
     @property
     def num_choices(self) -> int:
-        """S, the choices of a token in the `RoutingPlan`."""
+        """S, the number of a token's choices in the `RoutingPlan`."""
         switch = self.switch
         return switch.num_experts if self.has_choosing_experts else switch.router.num_selected
 
@@ -85,7 +85,7 @@ class RecordInfo:
 
     @property
     def reaches_others(self) -> bool:
-        """Whether a choice may be another expert than the rank of its number."""
+        """Whether choice s may reach another expert than that of rank s."""
         router = self.switch.router
         return router.overflow == "reroute" or self.has_choosing_experts or router.replay
 
@@ -100,7 +100,7 @@ class RecordInfo:
 
     @classmethod
     def from_json(cls, text: str) -> "RecordInfo":
-        """Raises ValueError: the text is no description of a record of this version."""
+        """Raises ValueError: the text does not describe a record of this version."""
         values = json.loads(text)
         require(isinstance(values, dict), "its description is no object")
         require(
@@ -121,17 +121,17 @@ class RecordInfo:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StackRecord:
-    """Rows of one batch in one stack, whole routing groups of it.
+    """Rows of one batch in one stack, in whole routing groups.
 
     Attributes:
-        token_BL, segment_BL: what the stack reads; segment 0 is padding.
-        rank_NBLR: int16 experts, those of the highest scores first.
-        prob_NBLR: float32 router probabilities of these; with `gate="score"` their scores.
-        margin_NBL: float32 score of the last choice over that of the next expert.
+        token_BL, segment_BL: tokens and segments that the stack reads; segment 0 is padding.
+        rank_NBLR: int16 experts, those with the highest scores first.
+        prob_NBLR: float32 router probabilities of these; with `gate="score"`, their scores.
+        margin_NBL: float32 margin of the last choice's score over the next expert's.
         is_dropped_NBLS: whether a choice asked for a slot and got none.
         expert_NBLS: int16 experts that choices asked for; `num_experts` for none.
-        taken_gate_NBLS: float32 gates where experts choose, which take tokens by more than the
-            probabilities recorded; None elsewhere.
+        taken_gate_NBLS: float32 gates where experts choose, as these take tokens by more than
+            the recorded probabilities; None elsewhere.
     """
 
     token_BL: Any
@@ -148,7 +148,7 @@ class StackRecord:
         return self.segment_BL > 0
 
     def first(self, rows: int) -> "StackRecord":
-        """The record of the first rows alone."""
+        """The record of only the first rows."""
 
         def cut(name: str):
             x = getattr(self, name)
@@ -163,7 +163,7 @@ def recorded(config, stats, batch: dict) -> dict[str, StackRecord]:
     Args:
         config: a `ModelConfig` with Switch layers.
         stats: the `RoutingStats` of all layers, with `choices`.
-        batch: T5X's feature names.
+        batch: features by T5X's names.
     """
     stacks = [stack for stack in STACKS if config.num_sparse_layers_of(stack)]
     has_gates = config.switch.router.has_choosing_experts
@@ -190,9 +190,9 @@ class RecordedBatch(StackRecord):
         info: what the record's batches have in common.
         stack: `encoder` or `decoder`.
         number: number of the batch.
-        batch_size: rows of the whole batch, of which the recorded ones are the first.
+        batch_size: number of rows of the whole batch, of which the recorded ones come first.
         row_B: ids of the rows.
-        layers: names of the layers that were read, N of them.
+        layers: names of the N layers that were read.
     """
 
     info: RecordInfo = None
@@ -204,18 +204,18 @@ class RecordedBatch(StackRecord):
 
     @property
     def group_shape(self) -> tuple[int, int]:
-        """(G, T) of the whole batch: groups, and places of each."""
+        """(G, T) of the whole batch: the number of groups, and of places in each."""
         return layer_groups(self.info.switch, self.batch_size, self.token_BL.shape[1])
 
     @property
     def capacity(self) -> int:
-        """C, the slots of an expert in each group, as the batch was routed."""
+        """C, the number of an expert's slots in each group, as the batch was routed."""
         return layer_capacity(self.info.switch, self.group_shape[1], is_training=False)
 
     @property
     def chosen_NBLS(self) -> np.ndarray:
-        """int16 experts of the choices, dropped ones too; but where experts choose, a token
-        that none took is in no choice."""
+        """int16 experts of the choices, including dropped ones; but where experts choose, a
+        token that none took has no choice."""
         if not self.info.has_choosing_experts:
             return self.expert_NBLS
         none = np.int16(self.info.switch.num_experts)
@@ -224,7 +224,7 @@ class RecordedBatch(StackRecord):
     @property
     def gate_NBLS(self) -> np.ndarray:
         """float32 weights of the choices, as the layer applied them before drops; NaN where
-        experts chose and the record is of before 2026-11-29, which lacks them."""
+        experts chose and the record, from before 2026-11-29, lacks them."""
         if self.taken_gate_NBLS is not None:
             return self.taken_gate_NBLS
         if self.info.has_choosing_experts:
@@ -233,9 +233,9 @@ class RecordedBatch(StackRecord):
 
 
 def gates(switch: SwitchConfig, rank_R, prob_R, expert_S) -> np.ndarray:
-    """Weights of experts from the probabilities of ranks; see `moe.routing_plan.chosen_gates`.
+    """Weights of experts, from the ranks' probabilities; see `moe.routing_plan.chosen_gates`.
 
-    A choice of none, and of an expert beyond the ranks (with `reroute`, and where choices are
+    A choice of no expert, or of one beyond the ranks (with `reroute`, and where choices are
     replayed), has a gate of 0.
     """
     is_rank_SR = expert_S[..., :, None] == rank_R[..., None, :]
@@ -247,13 +247,13 @@ def gates(switch: SwitchConfig, rank_R, prob_R, expert_S) -> np.ndarray:
 
 
 class RecordWriter:
-    """Writes a record batch by batch; the file is there when all of it is.
+    """Writes a record batch by batch; the file appears when all of it is written.
 
         with RecordWriter(path, info) as writer:
             writer.add(number, parts, batch_size)
 
     Attributes:
-        places: places written so far, in all stacks.
+        places: number of places written so far, in all stacks.
         is_full: whether a batch was left out because of `max_places`.
     """
 
@@ -261,11 +261,12 @@ class RecordWriter:
         """Writes nothing yet.
 
         Args:
-            max_places: most places in the record; batches that come when it has so many are
-                left out, and `RecordInfo.is_whole` says so.
+            max_places: most places in the record; further batches are left out, and
+                `RecordInfo.is_whole` says so.
 
         Raises:
-            ValueError: the file's folder is not there, or more experts than int16 counts.
+            ValueError: the file's folder does not exist, or there are more experts than int16
+                can count.
         """
         self._path = pathlib.Path(path).expanduser().absolute()
         self._partial, self._file = _partial_of(self._path), None
@@ -285,10 +286,10 @@ class RecordWriter:
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
-        """Writes the file's end, or leaves no file behind where something was raised.
+        """Writes the file's end, or leaves no file behind if something was raised.
 
         Raises:
-            ValueError: nothing was added; there is no file then.
+            ValueError: nothing was added; then there is no file.
         """
         if self._writer is not None:
             info = dataclasses.replace(self._info, is_whole=not self.is_full)
@@ -311,12 +312,12 @@ class RecordWriter:
         batch_size: int,
         rows: Sequence[int] | None = None,
     ) -> None:
-        """Writes the first rows of a batch, arrays of NumPy.
+        """Writes the first rows of a batch, as NumPy arrays.
 
         Args:
             number: number of the batch.
-            parts: what is recorded in each stack; groups are whole.
-            batch_size: rows of the whole batch.
+            parts: the record of each stack, in whole groups.
+            batch_size: number of rows of the whole batch.
             rows: ids of the recorded rows; None counts the rows of all batches.
         """
         self.is_full |= bool(parts) and self.places >= self._most
@@ -376,7 +377,7 @@ class RecordWriter:
             f"record={str(self._path)!r} is being written by another process; give another "
             "file",
         )
-        file.truncate(0)  # of a recorder that was killed
+        file.truncate(0)  # left by a recorder that was killed
         self._file = file
         self._writer = pyarrow.parquet.ParquetWriter(
             file,
@@ -388,7 +389,7 @@ class RecordWriter:
         )
 
     def summary(self) -> str:
-        """What was written, in words."""
+        """A description of what was written."""
         size = self._path.stat().st_size
         cut = f"; more were left out: {self._most:,} are the most" if self.is_full else ""
         return (
@@ -398,7 +399,7 @@ class RecordWriter:
 
 
 def _columns(info: RecordInfo) -> dict[str, tuple[Any, list[str]]]:
-    """Type and names of a layer's columns, by the attribute of a `StackRecord` in them."""
+    """Type and names of a layer's columns, by the `StackRecord` attribute that they hold."""
     import pyarrow
 
     R, S = range(info.num_ranks), range(info.num_choices)
@@ -421,8 +422,8 @@ class RoutingRecord:
 
     Attributes:
         path: the file.
-        info: what all its places have in common.
-        num_places: places in all stacks.
+        info: description of what all its places have in common.
+        num_places: number of places in all stacks.
     """
 
     path: pathlib.Path
@@ -430,7 +431,7 @@ class RoutingRecord:
     num_places: int
 
     def require_model(self, layers: Sequence[str], num_experts: int) -> None:
-        """Raises ValueError: the record is of other Switch layers."""
+        """Raises ValueError: the record is from other Switch layers."""
         own = self.info.switch.num_experts, self.info.all_layers
         require(
             own == (num_experts, list(layers)),
@@ -444,11 +445,11 @@ class RoutingRecord:
         """Reads one batch of one stack at a time, in the order of recording.
 
         Args:
-            stacks: stacks that are read; None is all.
-            layers: names of the layers that are read; None is all.
+            stacks: stacks to read; None means all.
+            layers: names of the layers to read; None means all.
 
         Raises:
-            ValueError: the file is damaged, or a batch is not of whole rows and groups.
+            ValueError: the file is damaged, or a batch does not have whole rows and groups.
         """
         with _faults_named(self.path), _opened(self.path) as file:
             for group in range(file.num_row_groups):
@@ -466,7 +467,7 @@ class RoutingRecord:
             name for name in self.info.layers[stack] if layers is None or name in set(layers)
         ]
         if not names:
-            return None  # a stack without layers that are asked for
+            return None  # a stack without any requested layers
         L = max(int(place["place"].max()) + 1, 1)
         B = len(place["place"]) // L
         numbers = np.unique(place["batch"])
@@ -530,8 +531,8 @@ def open_record(path: str | os.PathLike) -> RoutingRecord:
     """Opens a record; places are read by `RoutingRecord.batches`.
 
     Raises:
-        ValueError: there is no such file, it is cut short or damaged, no record, of another
-            version, or its columns are not those that it describes.
+        ValueError: there is no such file, it is cut short or damaged, is not a record, has
+            another version, or its columns are not those that it describes.
     """
     path = pathlib.Path(path).expanduser()
     with _faults_named(path), _opened(path) as file:
@@ -563,13 +564,13 @@ def _opened(path: pathlib.Path):
 
 
 def _partial_of(path: pathlib.Path) -> pathlib.Path:
-    """The file that a record is written into until it is whole."""
+    """The file into which a record is written until it is whole."""
     return path.with_name(f".{path.name}.partial")
 
 
 @contextlib.contextmanager
 def _faults_named(path: pathlib.Path):
-    """Turns faults of a file into one line with its name."""
+    """Turns a file's faults into one line with its name."""
     import pyarrow
 
     try:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sweeps: a grid of configurations, each trained with several seeds, and the best of them.
 
-A cell of the grid is one configuration with one seed. It is trained as `switchx train` does it,
-in a run folder of its own below the sweep's: a cell that is done is not run again, and one that
-was killed goes on from its checkpoint.
+A cell of the grid is one configuration with one seed. It is trained as by `switchx train`, in
+its own run folder below the sweep's: a cell that is done is not run again, and one that was
+killed resumes from its checkpoint.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ POLL_S = 0.1
 
 
 def split_values(text: str) -> list[str]:
-    """Splits at commas outside of brackets and quotes: `1,(2, 3),'a,b'` has three values."""
+    """Splits at commas outside brackets and quotes: `1,(2, 3),'a,b'` has three values."""
     parts, depth, quote = [""], 0, ""
     for character in text:
         if quote or character in "'\"":
@@ -63,14 +63,14 @@ def split_values(text: str) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """A grid over what gin files describe.
+    """A grid over the configurations that gin files describe.
 
     Attributes:
-        output: its folder, with `sweep.json`, `logs/`, and a run folder a cell.
+        output: folder of the sweep, with `sweep.json`, `logs/`, and a run folder per cell.
         gin_files, search_paths: arguments of `switchx.job_from_gin`.
-        bindings: bindings of all cells, as `TRAIN_STEPS=100`.
+        bindings: bindings of all cells, such as `TRAIN_STEPS=100`.
         axes: values of each name that has several.
-        num_seeds: number of seeds: the configuration's own and those that follow it.
+        num_seeds: number of seeds: the configuration's own and the ones after it.
     """
 
     output: pathlib.Path
@@ -115,12 +115,12 @@ def parse_sweep(
     output = pathlib.Path(output).expanduser()
     order = _settings(output).get("order")
     if isinstance(order, list) and sorted(order) == sorted(axes):
-        axes = {name: axes[name] for name in order}  # cells are named so
+        axes = {name: axes[name] for name in order}  # the order in which cells are named
     return Sweep(output, gin_files, [*common.values()], axes, num_seeds, search_paths)
 
 
 def _settings(output: pathlib.Path) -> dict[str, Any]:
-    """What a sweep's folder says that its cells have in common; empty of no such folder.
+    """What a sweep's folder records that its cells have in common; empty without a folder.
 
     Raises:
         ValueError: the file cannot be read.
@@ -140,8 +140,8 @@ class Cell:
     Attributes:
         values: value of each axis.
         name: name of its run folder: the values and the seed.
-        log: file of what its training said, if it failed or was a process.
-        bindings: all its bindings.
+        log: file with its training's output, if it failed or was a process.
+        bindings: all of its bindings.
     """
 
     values: tuple[str, ...]
@@ -154,10 +154,10 @@ class Cell:
 
     @property
     def loss(self) -> float | None:
-        """Validation loss after the last step, in nats a token, NaN where it is not finite or
-        training diverged before.
+        """Validation loss after the last step, in nats per token; NaN where it is not finite or
+        training diverged earlier.
 
-        None until that step is saved.
+        It is None until that step is saved.
         """
         step = self.job.train_steps
         *_, last = [{"step": None}, *logged_lines(self.run.validation, step)]
@@ -168,7 +168,7 @@ class Cell:
 
     @property
     def is_diverged(self) -> bool:
-        """Whether the newest checkpoint is one after which training does not go on."""
+        """Whether the newest checkpoint is one from which training does not go on."""
         newest = [path.name for path in checkpoint_paths(self.run.checkpoints)[:1]]
         skipped = [self.run.skipped_batches / f"{step}.0.json" for step in newest]
         in_a_row = [
@@ -178,15 +178,15 @@ class Cell:
 
 
 def cells_of(sweep: Sweep) -> list[Cell]:
-    """All cells, those with the first seed first; every job is built, and nothing is written.
+    """All cells, those with the first seed first; builds every job, but writes nothing.
 
     Raises:
-        ValueError: a configuration cannot be built, two are the same, or the folder is no new
-            one, no empty one, and not that of this sweep with other values or seeds.
+        ValueError: a configuration cannot be built, two are the same, or the folder is neither
+            new, nor empty, nor this sweep's with other values or seeds.
     """
     output = sweep.output
     if found := _settings(output):
-        common = sweep.common | {"order": found.get("order")}  # any is taken
+        common = sweep.common | {"order": found.get("order")}  # any order is accepted
         other = {name: v for name, v in found.items() if common.get(name) != v}
         require(
             not other,
@@ -205,11 +205,11 @@ def cells_of(sweep: Sweep) -> list[Cell]:
             bindings = [each for each in bindings if name_of(each) != "SEED"]
             bindings.append(f"SEED={job.seed + k}")
             job = job_from_gin(sweep.gin_files, bindings, sweep.search_paths)
-        # A slash is %2F.
+        # A slash becomes %2F.
         name = urllib.parse.quote(",".join([*own, f"seed={job.seed}"]), safe="=,+")
-        if len(name) > 240:  # file systems take 255 bytes
+        if len(name) > 240:  # file systems allow 255 bytes
             name = f"{name[:200]}...{hashlib.sha256(name.encode()).hexdigest()[:16]}"
-        # 1 is 1.0 in training.
+        # 1 and 1.0 are the same in training.
         same = jax.tree.map(lambda x: float(x) if type(x) is int else x, describe(job))
         same = names.setdefault(json.dumps(same), name)
         require(same == name, f"{same} and {name} are the same configuration; drop a value")
@@ -228,15 +228,15 @@ def run_cells(
     *,
     has_traceback: bool = False,
 ) -> dict[str, str]:
-    """Trains the cells that are not done, one after another here, or several in processes.
+    """Trains the cells that are not done, one after another here or several in processes.
 
-    A cell that fails leaves how in its log, in a paragraph as a command does; with
-    `has_traceback`, or of an error that is not meant for a person, as a traceback. Others go
-    on; one that another process trains fails, and is left to it. `KeyboardInterrupt` ends all,
-    as the end of this process does; those that run save their states first.
+    A cell that fails leaves the reason in its log: a paragraph, as from a command, or a
+    traceback with `has_traceback` or where the error is not meant for people. Others go on; a
+    cell that another process trains fails, and is left to it. `KeyboardInterrupt` ends all, as
+    does the end of this process; running cells save their states first.
 
     Returns:
-        What went wrong, by the name of the cell.
+        Descriptions of what went wrong, by the cell's name.
     """
     write_atomically(sweep.output / "sweep.json", f"{json.dumps(sweep.common)}\n".encode())
     (sweep.output / "logs").mkdir(exist_ok=True)
@@ -294,7 +294,7 @@ def _train_here(sweep: Sweep, cell: Cell, *, has_traceback: bool) -> None:
         with gin_internals.restored():
             job = parse_job(sweep.gin_files, cell.bindings, sweep.search_paths)
             train(job, cell.run.path, configuration=operative_config("JOB"))
-    except Exception as error:  # whatever it is, the other cells are of use
+    except Exception as error:  # whatever it is, the other cells are still useful
         is_short = is_for_a_person(error) and not has_traceback
         text = f"switchx train: error: {error}\n" if is_short else traceback.format_exc()
         with cell.log.open("a", encoding="utf-8") as log:
@@ -304,7 +304,7 @@ def _train_here(sweep: Sweep, cell: Cell, *, has_traceback: bool) -> None:
 def _started(
     sweep: Sweep, cell: Cell, workers: int, *, has_traceback: bool
 ) -> subprocess.Popen:
-    """A process that trains a cell and takes no Ctrl-C of this terminal; ends with this one."""
+    """A process that trains a cell, ignores this terminal's Ctrl-C and ends with this one."""
     given = {
         "--gin_file": sweep.gin_files,
         "--gin_search_paths": [",".join(sweep.search_paths)],
@@ -312,7 +312,7 @@ def _started(
     words = [f"{option}={value}" for option, values in given.items() for value in values]
     words += [*(f"--gin.{each}" for each in cell.bindings), f"--model_dir={cell.run.path}"]
     words += ["--stop_with_stdin", *["--traceback"] * has_traceback]
-    # JAX would take most of a GPU's memory for each process.
+    # By default, JAX takes most of a GPU's memory for each process.
     share = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / workers:.2f}"}
     with cell.log.open("ab") as log:
         return subprocess.Popen(
@@ -323,8 +323,8 @@ def _started(
 
 
 def table_of(sweep: Sweep, cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """A row a configuration: its values, the losses of the seeds that are done, and the 95%
-    interval over them (`mean`, `low`, `high`)."""
+    """A row per configuration: its values, the losses of finished seeds, and the 95% interval
+    over them (`mean`, `low`, `high`)."""
     rows: dict[tuple[str, ...], dict[str, Any]] = {}
     for cell in cells:
         values = dict(zip(sweep.axes, cell.values, strict=True))
@@ -347,11 +347,11 @@ def validates_alike(cells: Sequence[Cell]) -> bool:
 
 
 def optimum_of(sweep: Sweep, rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The row of the lowest mean among those whose seeds are all done, with finite losses.
+    """The row with the lowest mean among those whose seeds are all done, with finite losses.
 
-    `places` has where it stands on each axis: `interior` where rows whose seeds are all done,
-    with a smaller and a larger value and all else the same, are worse, as one that diverged is;
-    else `edge`; `unordered` where values are no numbers. None where there is no such row.
+    `places` has its position on each axis: `interior` where rows whose seeds are all done, with
+    a smaller and a larger value and the rest the same, are worse (as diverged ones are), else
+    `edge`; `unordered` where values are not numbers. It is None where there is no such row.
     """
     done = [row for row in rows if len(row["losses"]) == sweep.num_seeds]
     best, *others = sorted(done, key=_mean_or_worst) or [{"mean": math.inf}]
@@ -361,7 +361,7 @@ def optimum_of(sweep: Sweep, rows: Sequence[dict[str, Any]]) -> dict[str, Any] |
 
 
 def _mean_or_worst(row: dict[str, Any]) -> float:
-    """For an order: the mean of a row, NaN behind all others."""
+    """A key for sorting: a row's mean, with NaN after all others."""
     return row["mean"] if math.isfinite(row["mean"]) else math.inf
 
 
@@ -376,7 +376,7 @@ def _place(name: str, best: dict[str, Any], others: Sequence[dict[str, Any]]) ->
 
 
 def sentence_of(optimum: dict[str, Any] | None) -> str:
-    """What came of a sweep, for a person."""
+    """The outcome of a sweep, in a sentence for people."""
     if optimum is None:
         return "No configuration is finished with a finite loss."
     at = ", ".join(f"{name}={value}" for name, value in optimum["values"].items())

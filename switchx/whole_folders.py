@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders that are written whole or not at all, and know every byte that is in them.
+"""Folders that are written whole or not at all, and account for every byte in them.
 
-A manifest is JSON: what its writer says, size and checksum of every other file under `files`,
+A manifest is JSON: its writer's content, size and checksum of every other file under `files`,
 and a checksum of itself. It is written last, into a folder that is then renamed, so a folder
-without one is half-written whatever else it holds. Checkpoints take CRC-32, which finds every
-flipped byte and costs far less than the disk (zlib: 1 to 7 GB/s on one core); folders that are
-handed on take SHA-256, whose value is their fingerprint too. Neither proves who wrote them: who
-changes a file can write a manifest that fits it, so its readers check what it says, too. What a
-folder says of its origin has the commit of the code that wrote it.
+without one is half-written whatever else it holds. Checkpoints use CRC-32, which finds every
+flipped byte and costs far less than the disk (zlib: 1 to 7 GB/s on one core); folders to be
+passed on use SHA-256, whose value is also their fingerprint. Neither proves who wrote them:
+whoever changes a file can write a manifest that fits it, so readers check its content, too. A
+folder's description of its origin has the commit of the code that wrote it.
 """
 
 import contextlib
@@ -45,15 +45,15 @@ def write_manifest(
     left_out: tuple[str, ...] = (),
     known: Mapping[str, list] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Records all files in a folder, each of them and the manifest flushed to the disk.
+    """Records all files in a folder; each of them and the manifest are flushed to the disk.
 
-    In a store (object_store.py) all files are `known` or `left_out`.
+    In a store (object_store.py) all files must be `known` or `left_out`.
 
     Args:
         name: name of the manifest.
         content: JSON object; `files` and the manifest's own checksum are added.
         left_out: names directly in the folder that are changed later; they are not read.
-        known: size and checksum of files that are on the disk already; they are not read.
+        known: size and checksum of files that are already on the disk; they are not read.
 
     Returns:
         The content of the manifest, without its own checksum.
@@ -64,7 +64,7 @@ def write_manifest(
         if name not in left_out
     }
     content = content | {"files": files}
-    if is_address(folder):  # where a file is there when it is whole
+    if is_address(folder):  # where a file exists only when whole
         text = json.dumps(content | {checksum: checksum_of(content, checksum)}, indent=1)
         (folder / name).write_text(text)
         return content
@@ -78,7 +78,7 @@ def write_manifest(
 
 
 def read_manifest(folder: Folder, name: str, checksum: Checksum) -> dict[str, Any]:
-    """The content of a manifest, its own checksum included.
+    """The content of a manifest, including its own checksum.
 
     Raises:
         ValueError: the manifest is missing or damaged; the message is a clause with "it".
@@ -98,8 +98,8 @@ def read_manifest(folder: Folder, name: str, checksum: Checksum) -> dict[str, An
 
 
 def is_damage(error: OSError) -> bool:
-    """Whether an error of reading says something of what is stored; too many open files, a
-    refused login or a server that is away do not."""
+    """Whether a reading error tells something about the stored data; too many open files, a
+    refused login or an unreachable server do not."""
     of_files = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
     return isinstance(error, FileNotFoundError) or error.errno in of_files
 
@@ -111,16 +111,16 @@ def damages(
     *,
     must_be_read: bool = False,
 ) -> Iterator[str]:
-    """All that is wrong with the files of a folder, a clause each.
+    """Yields everything that is wrong with a folder's files, a clause each.
 
     Args:
         files: files of the manifest, by name.
-        checksum: kind of the checksums; None compares names and sizes alone, and reads no file.
+        checksum: kind of the checksums; None compares only names and sizes, and reads no file.
             A file whose checksum is None is not read either.
-        must_be_read: whether an error of reading that is no damage is raised.
+        must_be_read: whether a reading error that is not damage is raised.
 
     Raises:
-        OSError: it cannot be read now, for a reason that is no damage (`is_damage`).
+        OSError: it cannot be read now, for a reason that is not damage (`is_damage`).
     """
     try:
         found = files_in(folder)
@@ -159,10 +159,10 @@ def num_bytes(folder: Folder) -> int:
 
 
 def require_free(folder: str | os.PathLike) -> pathlib.Path:
-    """The path of a folder to be written: it does not exist, or is empty.
+    """The path of a folder to be written, which does not exist or is empty.
 
     Raises:
-        ValueError: something is there, or no folder can be made there.
+        ValueError: something is already there, or no folder can be made there.
     """
     if is_address(folder):
         raise ValueError(
@@ -184,7 +184,7 @@ def require_free(folder: str | os.PathLike) -> pathlib.Path:
 
 @contextlib.contextmanager
 def new_folder(folder: str | os.PathLike) -> Iterator[pathlib.Path]:
-    """A folder to write into, which gets its name when all is written, or goes.
+    """A folder to write into, which gets its name when all is written, or else is deleted.
 
     Raises:
         ValueError: see `require_free`.
@@ -197,28 +197,28 @@ def new_folder(folder: str | os.PathLike) -> Iterator[pathlib.Path]:
         raise ValueError(f"{path} cannot be made ({error}); give another folder") from error
     try:
         yield partial
-        partial.rename(path)  # onto an empty folder, too
+        partial.rename(path)  # also onto an empty folder
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
 def checksum_of(content: dict[str, Any], checksum: Checksum) -> int | str:
-    """The checksum of a manifest's content without its own checksum."""
+    """The checksum of a manifest's content, which excludes the checksum itself."""
     text = json.dumps(content, sort_keys=True).encode()
     return zlib.crc32(text) if checksum == "crc32" else hashlib.sha256(text).hexdigest()
 
 
 def give_mode_of_umask(path: pathlib.Path) -> None:
-    """Gives a file the mode that a new one has; safetensors makes files that only their owner
-    may read."""
+    """Gives a file the mode of a newly made one, as safetensors makes files that only their
+    owner can read."""
     new = path.with_name(f".{path.name}.{secrets.token_hex(4)}.mode")
-    new.touch()  # the umask itself is only read by setting it, for all threads
+    new.touch()  # reading the umask would mean setting it, for all threads
     path.chmod(new.stat().st_mode)
     new.unlink()
 
 
 def flush(path: Folder) -> int:
-    """Waits until a file is on the disk; reads nothing. Returns its bytes."""
+    """Waits until a file is on the disk, without reading it; returns its size in bytes."""
     if is_address(path):
         return path.stat().length
     descriptor = os.open(path, os.O_WRONLY)
@@ -230,7 +230,7 @@ def flush(path: Folder) -> int:
 
 
 def _of_file(path: Folder, checksum: Checksum, flush: bool = False) -> int | str:
-    """The checksum of a file; with `flush`, the file is flushed to the disk before."""
+    """The checksum of a file; with `flush`, the file is first flushed to the disk."""
     with path.open("rb") as file:
         if flush:
             os.fsync(file.fileno())
@@ -243,7 +243,7 @@ def _of_file(path: Folder, checksum: Checksum, flush: bool = False) -> int | str
 
 
 def git_commit() -> str:
-    """The commit of the checkout this code runs from, or `unknown` outside of one.
+    """The commit of the checkout that this code runs from, or `unknown` outside one.
 
     An installed copy may lie in another repository, whose commit says nothing about it:
     git's answer counts only where it tracks this file.
@@ -261,7 +261,7 @@ def git_commit() -> str:
 
 
 def code_digest() -> str:
-    """SHA-256 of our Python files, also of a copy without a commit or with changes since."""
+    """SHA-256 of our Python files, which also covers copies with no commit or with changes."""
     digest, here = hashlib.sha256(), pathlib.Path(__file__).parent
     for folder in (here, here.with_name("pallas_kernels")):
         for path in sorted(folder.rglob("*.py")):

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`switchx bench compiled`: kernels and bytes of one sparse layer, compiled for TPU and GPU.
 
-A whole `SwitchFFN` in bfloat16, router, plan and statistics among it, is compiled for a v5e and
-for an H200 that are not there. Its kernels are counted in the compiled program, and so are the
-bytes that they move (`moved_bytes.py`), for two fixed splits of the rows: balanced, and
-the k-th expert with a share of 1 / k. The ideal reads and writes each array once that a layer
-of two products has. Nothing is run, so there are no times.
+A whole `SwitchFFN` in bfloat16, including router, plan and statistics, is compiled for a v5e
+and for an H200 that need not be present. The compiled program's kernels are counted, and so are
+the bytes that they move (`moved_bytes.py`), for two fixed splits of the rows: balanced, and
+with a share of 1 / k for the k-th expert. The ideal reads and writes once each array that a
+layer of two products has. Nothing is run, so there are no times.
 Dims: R rows, D model, F feed-forward, E experts
 """
 
@@ -31,14 +31,14 @@ from switchx.results import Check, Report
 TARGETS = ("v5e:2x2", "h200:1")
 DIRECTIONS = ("forward", "backward")
 ACTIVATIONS = ("relu", "geglu")
-# 256 rows an expert, as of an encoder or a training batch.
+# 256 rows per expert, as in an encoder or a training batch.
 ROWS, LENGTH, NUM_EXPERTS, D_MODEL, D_FF = 16, 512, 32, 1024, 4096
 R = ROWS * LENGTH
 BOUND = "<=1.15"
 COUNTED = ("kernels", "pallas_kernels", "num_bytes", "pallas_bytes")
 _ELEMENT = 2  # bytes of a bfloat16
-# Matrix units of a device (of a v5p both cores) and what one does in a cycle, 128 x 128
-# multiplications and additions; with the peak of the spec file they give its cycles.
+# Matrix units of a device (of a v5p, both cores') and the FLOPs of one in a cycle: 128 x 128
+# multiplications and additions; with the spec file's peak they give the device's cycles.
 MATRIX_UNITS = {"v5e": 4, "v5p": 8}
 UNIT_FLOPS = 2 * 128 * 128
 
@@ -68,7 +68,7 @@ def group_sizes(rows: int = R, experts: int = NUM_EXPERTS) -> dict[str, np.ndarr
 
 
 def ideal_bytes(activation: str, direction: str) -> int:
-    """`layer_bytes` of the layer here."""
+    """`layer_bytes` of the layer measured here."""
     matrix = NUM_EXPERTS * D_MODEL * D_FF
     return layer_bytes(matrix, R * D_MODEL, R * D_FF, activation != "relu", direction)
 
@@ -76,7 +76,7 @@ def ideal_bytes(activation: str, direction: str) -> int:
 def layer_bytes(
     matrix: int, rows_D: float, rows_F: float, is_gated: bool, direction: str
 ) -> int:
-    """Each array once: matrices, rows of D and rows of F.
+    """Bytes of each array once: matrices, rows of D and rows of F.
 
     Forward: x is read, y written, and the hidden rows are written and read. Backward is the
     whole of `jax.grad`: matrices are read twice and their gradients written; x is read twice,
@@ -85,8 +85,8 @@ def layer_bytes(
     matrix of the first product, the gradients of two hidden arrays, and those two as residual.
 
     Args:
-        matrix: elements of one product's matrices, of all experts.
-        rows_D, rows_F: elements of all rows of the model's size and of hidden ones.
+        matrix: number of elements in one product's matrices, over all experts.
+        rows_D, rows_F: number of elements in all rows of the model's size, and in hidden ones.
     """
     times, arrays_D, arrays_F = 1, 2, 2
     if direction == "backward":
@@ -105,7 +105,7 @@ def layer_function(
     is_token_BL = jnp.ones((batch, length), bool)
 
     def forward(params, x_BLD):
-        # Its initial weights are not used, so not computed.
+        # The initial weights are not used, and so not computed.
         layer = with_params(SwitchFFN(config, key=jax.random.key(0)), params)
         y_BLD, stats = layer(x_BLD, is_token_BL, is_training=direction == "backward")
         return y_BLD, stats.balance_loss
@@ -127,14 +127,14 @@ def in_direction(forward: Callable, params, x_BLD, direction: str) -> tuple[Call
 
 
 def rates_of(kind: str) -> Rates:
-    """The rates of a TPU, by its spec file; cycles are its matrix units' cycles."""
+    """A TPU's rates, from its spec file; cycles are its matrix units' cycles."""
     hardware = load_hardware(kind)
     peak = hardware.compute.peak_flops_per_s
     return Rates(peak, hardware.memory.bytes_per_s, peak / (MATRIX_UNITS[kind] * UNIT_FLOPS))
 
 
 def described_chip(topology: Topology, device):
-    """The scope in which kernels are traced for a device that is not there."""
+    """The scope in which kernels are traced for a device that is not present."""
     if topology.generation.platform == "tpu":
         return described_tpu(device.device_kind, device.num_cores)
     kind = jax.sharding.AbstractDevice(device.device_kind, None, platform="gpu")
@@ -143,7 +143,7 @@ def described_chip(topology: Topology, device):
 
 
 def compiled_rows(topology: Topology) -> list[dict]:
-    """A row for each activation, direction and split, in a process that has the compiler."""
+    """One row per activation, direction and split; runs in a process that has the compiler."""
     device, rows = describe_devices(topology)[0], []
     with described_chip(topology, device):
         for activation in ACTIVATIONS:
@@ -179,7 +179,7 @@ def compiled_for(device, function: Callable, arguments: tuple) -> tuple:
 
 
 def run(note=print) -> Report:
-    """Compiles for every target whose compiler is installed; says of the others why not."""
+    """Compiles for every target whose compiler is installed; says why not for the others."""
     rows = []
     for target in TARGETS:
         note(f"compiling a sparse layer for {target}")
@@ -188,7 +188,7 @@ def run(note=print) -> Report:
 
 
 def rows_of_child(module: str, target: str, *words: str) -> list[dict]:
-    """The rows that a module prints with the target's compiler; or a row that says why not."""
+    """The rows that a module prints with the target's compiler, or a row that says why not."""
     try:
         return json_of_child([target, *words], Topology.parse(target), module)
     except FileNotFoundError as error:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`switchx bench compiled`: layers of ours and of peers by the TPU compiler's own clock.
+"""`switchx bench compiled`: our layers and peers', timed by the TPU compiler's own clock.
 
 One sparse layer of Switch-Base as printed (Fedus et al. 2021, arXiv:2101.03961, Table 9:
 d_model 768, GEGLU with d_ff 2048) in bfloat16, 8,192 tokens, with 8 to 256 experts, compiled
-for a v5e and a v5p that are not there, forward and backward: ours by dispatcher, and those of
-peers whose code is given (`peers/layers.py`). FLOPs, bytes and seconds are counted in the
-compiled program (`moved_bytes.py`; `peers/pallas_grids.py` for kernels of others) for two fixed
-routings, balanced and Zipf. Nothing is run: the seconds are an estimate.
+for a v5e and a v5p that need not be present, forward and backward: ours by dispatcher, and
+those of peers whose code is given (`peers/layers.py`). FLOPs, bytes and seconds are counted in
+the compiled program (`moved_bytes.py`; `peers/pallas_grids.py` for others' kernels) for two
+fixed routings, balanced and Zipf. Nothing is run: the seconds are estimates.
 Dims: R rows, B batch, L length, D model, F feed-forward, E experts
 """
 
@@ -53,7 +53,7 @@ NUM_EXPERTS = (8, 64, 256)
 BATCH, LENGTH, D_MODEL, D_FF = 16, 512, 768, 2048
 R = BATCH * LENGTH
 DEFAULT = SwitchConfig(8, every=1).dispatcher
-# What is compiled of each: layers, and their capacity factors; None drops nothing.
+# The layers that are compiled, and their capacity factors; None drops nothing.
 OURS = {DEFAULT: (1.0, 1.25), "einsum": (1.25,), "dropless": (None,)}
 PEERS = {"flaxformer": (1.0, 1.25), "maxtext": (1.25, None)}
 
@@ -67,7 +67,7 @@ MEASURED_OVER_ESTIMATED = {
 
 
 def ideal_flops(shape: LayerShape, direction: str, capacity_factor: float | None) -> int:
-    """Products of experts' slots and of the router; a backward pass has two more of each.
+    """FLOPs of the products of experts' slots and the router; backward has two more of each.
 
     Args:
         capacity_factor: slots over tokens; None for a slot for each token.
@@ -80,7 +80,7 @@ def ideal_flops(shape: LayerShape, direction: str, capacity_factor: float | None
 
 
 def our_config(name: str, shape: LayerShape) -> ModelConfig:
-    """A model with one of our layers, by dispatcher."""
+    """A model with one of our layers, given its dispatcher."""
     factor, router = shape.capacity_factor, RouterConfig()
     if factor is None:
         router = RouterConfig(overflow="dropless")
@@ -116,15 +116,15 @@ def peer_function(name: str, shape: LayerShape, direction: str, device):
         forward, params = flaxformer_forward(
             flaxformer_layer(shape, group_size=shape.batch * shape.length), x_BLD
         )
-    # Flaxformer's parameters are float32, which it rounds in every step; here all are bfloat16.
+    # Flaxformer's parameters are float32, rounded in every step; here all are bfloat16.
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, shape.dtype), params)
     return in_direction(forward, params, x_BLD, direction)
 
 
 def recorded_routing(arguments, shape: LayerShape, sizes_E: np.ndarray) -> list:
-    """Values of a layer's flat arguments that route so many rows to each expert, else None.
+    """Values of a layer's flat arguments that route `sizes_E` rows to experts, else None.
 
-    A token is its expert's unit vector, and the router's matrix the identity.
+    A token is its expert's unit vector, and the router's matrix is the identity.
     """
     expert_R = np.random.default_rng(0).permutation(np.repeat(np.arange(len(sizes_E)), sizes_E))
     x_RD = 8 * np.eye(shape.d_model, dtype=np.float32)[expert_R]
@@ -141,7 +141,7 @@ def recorded_routing(arguments, shape: LayerShape, sizes_E: np.ndarray) -> list:
 def compiled_row(
     topology: Topology, layer: str, shape: LayerShape, direction: str, device
 ) -> list[dict]:
-    """A layer compiled once, counted for each routing."""
+    """Compiles a layer once, and counts it for each routing."""
     if layer in PEERS:
         function, arguments = peer_function(layer, shape, direction, device)
     else:
@@ -189,7 +189,7 @@ def compiled_row(
 def compiled_rows(
     topology: Topology, is_quick: bool, note: Callable[[str], None]
 ) -> list[dict]:
-    """Rows of all layers, in a process that has the compiler; of a peer that fails, why."""
+    """Rows of all layers, or the reason why a peer fails; needs a process with the compiler."""
     device, rows = describe_devices(topology)[0], []
     peers = {name: factors for name, factors in PEERS.items() if has_peer(name)}
     with described_chip(topology, device):
@@ -225,10 +225,11 @@ def run(note=print, peers: Sequence[str] = (), *, is_quick: bool = False) -> Rep
 
     Args:
         peers: clones of projects whose layers are compared.
-        is_quick: 64 experts on a v5e, of ours the larger capacity, and no training step.
+        is_quick: whether to compile only 64 experts on a v5e, with the larger of our
+            capacities, and no training step.
 
     Raises:
-        ValueError: one of the folders is no clone of a known project.
+        ValueError: one of the folders is not a clone of a known project.
     """
     folders = [folder_on_path(each) for each in peers]
     note(estimates_vs_times())
@@ -250,7 +251,7 @@ def run(note=print, peers: Sequence[str] = (), *, is_quick: bool = False) -> Rep
 
 
 def _why_absent(name: str, target: str, folders: list[str], rows: list[dict]) -> str:
-    """Why a peer has no row of a target."""
+    """The reason why a peer has no row for a target."""
     missing = missing_of(name, folders)
     if name in missing:
         return "its code was not given; clone it and use --peer=FOLDER"
@@ -261,7 +262,7 @@ def _why_absent(name: str, target: str, folders: list[str], rows: list[dict]) ->
 
 
 def estimates_vs_times() -> str:
-    """Says by how much estimated seconds were off where others published times."""
+    """Says how far estimated seconds were off where others have published times."""
     found = [
         f"{chip} {min(ratios):.2f} to {max(ratios):.2f} ({cases} cases)"
         for chip, (*ratios, cases) in MEASURED_OVER_ESTIMATED.items()
@@ -274,9 +275,9 @@ def estimates_vs_times() -> str:
 
 
 def with_ratios(rows: list[dict]) -> list[dict]:
-    """The rows; those of our default with seconds over the quickest peer's of the same cell.
+    """The rows, where our default's have its seconds over the quickest peer's in the same cell.
 
-    A peer of the same capacity factor, or one that drops nothing.
+    Such a peer has the same capacity factor, or drops nothing.
     """
     found = []
     for row in rows:

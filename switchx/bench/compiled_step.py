@@ -3,9 +3,9 @@
 
 The model as printed (Fedus et al. 2021, arXiv:2101.03961, Table 9) with 8 experts in every
 other block, 4 or 16 rows of 512 tokens on both sides, bfloat16 products, float32 parameters,
-Adafactor, nothing computed again: forward, backward and update are one program. The ideal has
+Adafactor, no rematerialization: forward, backward and update are one program. The ideal has
 the FLOPs of the planner's formula, and the bytes of each product's operands and result once,
-and of parameters and optimizer state read and written once more. Nothing is run.
+plus those of parameters and optimizer state, read and written once more. Nothing is run.
 """
 
 import json
@@ -26,13 +26,13 @@ from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.topology import Topology
 from switchx.training.program import TrainingProgram
 
-# By chip: 16 rows take 27.6 GiB of temporaries, and a v5e has 15.75.
+# Rows by chip: 16 rows take 27.6 GiB of temporaries, and a v5e has 15.75 GiB.
 ROWS = {"v5e": 4, "v5p": 16}
-LENGTH, NUM_EXPERTS, LAYERS = 512, 8, 12  # layers of each stack
+LENGTH, NUM_EXPERTS, LAYERS = 512, 8, 12  # layers per stack
 
 
 def step_row(topology: Topology, precision: Precision) -> dict:
-    """The row of the compiled and counted step; needs a process that has the compiler."""
+    """Compiles and counts the step, for one row; needs a process that has the compiler."""
     switch = SwitchConfig(NUM_EXPERTS, every=2, capacity_factor=1.25, group_size=8192)
     model = ModelConfig(
         "encoder_decoder",
@@ -81,7 +81,7 @@ def step_row(topology: Topology, precision: Precision) -> dict:
 
 
 def product_bytes(equation) -> int | None:
-    """Bytes of the operands and the result of a product; None for another equation."""
+    """Bytes of a product's operands and result; None for any other equation."""
     if equation.primitive.name != "dot_general":
         return None
     arrays = [each.aval for each in (*equation.invars, *equation.outvars)]

@@ -2,11 +2,11 @@
 """The in-flight part of `switchx bench decode`: inputs that join a running batch one by one,
 against batches that run to their end before the next begins.
 
-Both schedule the same inputs, by turns, in one process, over the same programs: the baseline is
-the server's own worker, with `candidates` that are empty as long as anything is decoded and
-otherwise those of the oldest input's shape (its lengths are rounded up to the same buckets).
+Both schedule the same inputs, in turns, in one process, over the same programs: the baseline is
+the server's own worker, with `candidates` that are empty as long as anything is decoded, and
+otherwise of the oldest input's shape (lengths rounded up to the same buckets).
 Inputs arrive as a Poisson process ("iteration-level scheduling", Yu et al., Orca, OSDI 2022,
-section 6). There is no HTTP in it.
+section 6). No HTTP is involved.
 """
 
 import dataclasses
@@ -24,11 +24,11 @@ from switchx.results import Check
 
 REQUESTS, SLOTS = 96, 16
 INPUTS = 4, 30  # tokens of an input
-# Arrivals a second, over what the in-flight worker answers where all are there at once.
+# Arrivals per second, over the in-flight worker's answers where all inputs wait at once.
 LOAD = 0.9
-# Rounds before the measured ones, at most: what they compile differs a little each time.
+# Most rounds before the measured ones: what they compile differs a little each time.
 WARM_UPS = 20
-WAIT_S = 300.0  # for one answer, compilation of its programs included
+WAIT_S = 300.0  # for one answer, including compilation of its programs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Mix:
 
     Attributes:
         name: name of the mix, in its rows.
-        lengths: draws the lengths of so many answers, in tokens.
+        lengths: function that draws the lengths of a number of answers, in tokens.
         longest: largest of these lengths.
-        checks: name and bound of the ratios to the baseline, by what is measured.
+        checks: name and bound of each ratio to the baseline, by measured quantity.
     """
 
     name: str
@@ -60,23 +60,23 @@ MIXES = (
     ),
     Mix(
         "answers of 13 tokens",
-        lambda rng, n: rng.lognormal(np.log(12), 0.4, n),  # as those of captions
+        lambda rng, n: rng.lognormal(np.log(12), 0.4, n),  # like those of captions
         32,
         {"tokens_per_s": ("inflight_short_throughput", ">=1.0")},
     ),
 )
 
 
-# Measurements of a worker with all inputs of a mix: tokens a second, medians from an input's
-# arrival on, and the token lists, in the order of the inputs.
+# Measurements of a worker with all inputs of a mix: tokens per second, medians counted from an
+# input's arrival, and the token lists, in the order of the inputs.
 Round = dict[str, Any]
 
 
 def inflight(config, params, rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
-    """Measures both policies, each mix of lengths; needs the extra `serve`.
+    """Measures both policies on each mix of lengths; needs the extra `serve`.
 
     Args:
-        config, params: a model as it was trained.
+        config, params: the model as it was trained.
     """
     # Imported here: the rest of `bench decode` does without the extra.
     from switchx.api import Model
@@ -95,7 +95,7 @@ def inflight(config, params, rounds: int) -> tuple[list[dict[str, Any]], list[Ch
 
 
 def _compare(model, mix: Mix, rounds: int):
-    """Rows and checks of a mix, and whether every answer was the same every time."""
+    """Rows and checks of a mix, and whether each answer was the same every time."""
     from switchx.serving.limits import Limits
 
     limits = Limits(
@@ -111,7 +111,7 @@ def _compare(model, mix: Mix, rounds: int):
         rng.integers(3, model.config.vocab_size, rng.integers(*INPUTS)).tolist()
         for _ in range(REQUESTS)
     ]
-    # Arrivals at one a second; a round's are these over its rate.
+    # Arrivals at a rate of one per second; a round divides them by its rate.
     arrivals = np.cumsum(rng.exponential(1.0, REQUESTS))
     workers = _workers(model, limits)
     try:
@@ -137,7 +137,7 @@ def _compare(model, mix: Mix, rounds: int):
 
 
 def _workers(model, limits) -> dict[str, Any]:
-    """Both policies' workers, ready."""
+    """Both policies' workers, ready to use."""
     from switchx.serving.metrics import Metrics
     from switchx.serving.scheduler import Worker
 
@@ -158,7 +158,7 @@ def _workers(model, limits) -> dict[str, Any]:
 
 
 def batch_by_batch(running: list, waiting: list) -> list:
-    """The baseline's candidates: where nothing is decoded, the oldest input's shape."""
+    """The baseline's candidates: while nothing is decoded, those of the oldest's shape."""
     return [] if running else [each for each in waiting if each.shape == waiting[0].shape]
 
 
@@ -172,7 +172,7 @@ def settled(measure: Callable[[], Any]) -> Any:
 
 
 def _round(worker, limits, prompts, sizes, arrivals_s) -> Round:
-    """Puts the inputs into a worker's queue when they arrive, and waits for all answers."""
+    """Queues the inputs for a worker as they arrive, and waits for all answers."""
     from switchx.serving.request_queue import Answer, Failure, ProgramShape, QueuedInput
 
     events: queue.SimpleQueue = queue.SimpleQueue()

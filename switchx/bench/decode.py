@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`switchx bench decode`: output tokens a second, against transformers with the same weights.
+"""`switchx bench decode`: output tokens per second, against transformers with equal weights.
 
-It also measures what pruning of finished sentences gains, what int4 experts save, what a step
-that samples and a record of routing cost, what drafted tokens gain, what experts in slots take,
-a dense T5 against CTranslate2 where it is installed, and where the extra `serve` is a server's
-requests a second and what it gains by inputs that join a running batch.
+It also measures what pruning of finished sentences gains, what int4 experts save, what sampling
+and a record of routing cost, what drafted tokens gain, what experts in slots cost, a dense T5
+against CTranslate2 where it is installed, and, with the extra `serve`, a server's requests per
+second and what it gains from inputs that join a running batch.
 Dims: B rows of a batch, M tokens of a source
 """
 
@@ -33,14 +33,14 @@ from switchx.results import Check, Report
 
 BATCH, INPUTS, NEW_TOKENS = 16, 32, 32
 NUM_EXPERTS = (8, 64)
-# (batch, beams), name of the check, its bound: tokens over those of transformers.
+# (batch, beams), name of the check, its bound: our tokens over transformers'.
 CASES = (
     ((16, 1), "greedy_b16_vs_torch", 2.2),
     ((1, 1), "greedy_b1_vs_torch", 5.0),
     ((16, 4), "beam4_vs_torch", 2.0),
     ((1, 4), "beam4_b1_vs_torch", 4.0),
 )
-# The same over the faster of transformers as it is and of its model compiled.
+# The same, over the faster of transformers as it is and with its model compiled.
 BEST_BOUND = 1.0
 PRUNED_BATCH = 32
 PRUNINGS = ("none", "experts", "compact")
@@ -71,20 +71,20 @@ class Decoder:
 
 
 def decoder(config, params, batch: int, beams: int) -> Decoder:
-    """A decoder of `NEW_TOKENS` tokens of each of `batch` inputs."""
-    # No token ends a sentence: all are as long, on both sides.
+    """A decoder of `NEW_TOKENS` tokens for each of `batch` inputs."""
+    # No token ends a sentence: all are equally long, on both sides.
     decoding = DecodingConfig(NEW_TOKENS, beam_size=beams, eos_id=NO_END, pruning="none")
     return Decoder(Generator(config, params, decoding, batch), inputs(batch))
 
 
 def run(rounds: int) -> Report:
-    """Measures 8 and 64 experts, pruning, bytes of int4, and a server where there is one."""
+    """Measures 8 and 64 experts, pruning, bytes of int4, and a server where it is available."""
     rows, ratios = [], {}
     for num_experts in NUM_EXPERTS:
         found, speedups = against_torch(num_experts, rounds)
         rows += found
         for name, value in speedups.items():
-            # A bound is for both numbers of experts, so the worse one counts.
+            # A bound holds for both numbers of experts, so the worse one counts.
             ratios[name] = min(value, ratios.get(name, value))
     bounds = {name: least for _, name, least in CASES}
     bounds |= {best_of(name): BEST_BOUND for name in bounds}
@@ -109,14 +109,14 @@ def run(rounds: int) -> Report:
 
 
 def best_of(check: str) -> str:
-    """The name of the check against the best that PyTorch does."""
+    """The name of the check against PyTorch's best."""
     return check.replace("_vs_torch", "_vs_best_torch")
 
 
 def against_torch(
     num_experts: int, rounds: int
 ) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """Rows, and for each check the time of transformers over ours, where it is installed."""
+    """Rows, and for each check transformers' time over ours, where it is installed."""
     if not torch_peer.is_available():
         config = switch_model(num_experts)
         config, params = for_decoding(config), init_params(config, jax.random.key(0))
@@ -140,7 +140,7 @@ def against_torch(
 
 
 def _measured(config, params, num_experts, rounds, peer, folder):
-    """Measures our side, and the peer's in turn where there is one."""
+    """Measures our side and, in turns, the peer's where there is one."""
     rows, speedups = [], {}
     for (batch, beams), check, _ in CASES:
         name = f"{num_experts} experts, batch {batch}, {beams} beams"
@@ -165,7 +165,7 @@ def _measured(config, params, num_experts, rounds, peer, folder):
 
 
 def _of_torch(peer, line: str, name: str) -> tuple[list[Contender], list[dict[str, Any]]]:
-    """transformers as it is, and compiled where that works; else a row that says why not."""
+    """transformers as it is and, where that works, compiled; else a row that says why not."""
     ways = [Contender(f"transformers, {name}", functools.partial(peer.ask, line))]
     compiled = Contender(
         f"transformers compiled, {name}", functools.partial(peer.ask, f"{line} compiled")
@@ -178,7 +178,7 @@ def _of_torch(peer, line: str, name: str) -> tuple[list[Contender], list[dict[st
 
 
 def sentence_lengths(number: int) -> list[int]:
-    """Lengths distributed like those of captions: 13 tokens on average, 5 around it."""
+    """Lengths distributed like those of captions: 13 tokens on average, give or take 5."""
     lengths = np.random.default_rng(0).lognormal(np.log(12), 0.4, number)
     return np.clip(np.rint(lengths), 1, NEW_TOKENS).astype(int).tolist()
 
@@ -205,7 +205,7 @@ def pruning(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
 
 
 def quantized_bytes() -> tuple[list[dict[str, Any]], list[Check]]:
-    """Compares arguments and temporaries of the compiled loop, float32 and int4 experts."""
+    """Compares arguments and temporaries of the compiled loop with float32 and int4 experts."""
     config = switch_model(NUM_EXPERTS[-1])
     config, params = for_decoding(config), init_params(config, jax.random.key(0))
     _, quantized, _, _ = quantize_experts(config, params, bits=4)

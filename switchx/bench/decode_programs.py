@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What settings of decoding cost: a step that samples, and a record of routing.
+"""What decoding settings cost: steps that sample, and a record of routing.
 
 Dims: B rows of a batch, M tokens of a source
 """
@@ -26,7 +26,7 @@ from switchx.models.params import init_params
 from switchx.results import Check
 from switchx.routing_record import RecordInfo, RecordWriter
 
-# A step of T5's vocabulary.
+# A step with T5's vocabulary.
 BATCH, VOCABULARY, NUM_EXPERTS, NEW_TOKENS = 8, 32_128, 8, 16
 STEPS = 8  # of a turn
 RECORDED_TOKENS, RECORDED_BEAMS = 64, (1, 4)
@@ -39,7 +39,7 @@ WAYS = {
 
 
 def sampling(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
-    """Times a decoding step, greedy and of samples; random weights, whose logits are flat."""
+    """Times a step, greedy and sampling, with random weights, whose logits are flat."""
     config = dataclasses.replace(switch_model(NUM_EXPERTS), vocab_size=VOCABULARY)
     config, params = for_decoding(config), init_params(config, jax.random.key(0))
     greedy, *others = (_step(name, config, params) for name in WAYS)
@@ -54,10 +54,10 @@ def sampling(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
 def recording(
     rounds: int, **models: tuple[ModelConfig, dict]
 ) -> tuple[list[dict[str, Any]], list[Check]]:
-    """Times batches of texts with a record of routing, its file included, and without one.
+    """Times batches of texts with a record of routing, including its file, and without one.
 
     Args:
-        models: configurations and parameters by name, beside one of random weights.
+        models: configurations and parameters by name, besides a model with random weights.
     """
     config, rows = switch_model(NUM_EXPERTS), []
     models |= {f"{NUM_EXPERTS} experts": (config, init_params(config, jax.random.key(0)))}

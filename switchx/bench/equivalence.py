@@ -4,7 +4,7 @@
 One Switch layer, from one set of weights, on one device with the one-hot einsum (the oracle)
 and on eight devices with each dispatcher, for every way to write eight as a product of mesh
 axes. It compares outputs, auxiliary losses and raw gradients, of the inputs and of every
-parameter, and their global norm: Adam and Adafactor hide a gradient that is a whole number of
+parameter, and their global norm: Adam and Adafactor hide gradients that are a whole number of
 times too large. Dims: B rows of a batch, L tokens of a row, D model
 """
 
@@ -76,16 +76,16 @@ ROUTERS = {
     "top 1, adapted": RouterConfig(),
     "top 2, adapted alike": RouterConfig(num_selected=2),
 }
-# Layers whose experts have low-rank adapters: each its own, or one for all.
+# Layers whose experts have low-rank adapters: one for each expert, or one for all.
 ADAPTERS = {
     "top 1, adapted": LoRASpec("none", rank=2),
     "top 2, adapted alike": LoRASpec("none", rank=2, shared_by_experts=True),
 }
-# The number of cells: a combination that is newly refused fails its check.
+# The number of cells: its check fails where a further combination is refused.
 ALL_CELLS = 3795
 SAMPLE_CELLS = len(ROUTERS) * len(DISPATCHERS)
 
-# Largest error over the largest number of the array, in float32: tens of roundings.
+# Largest error over the array's largest number, in float32: tens of roundings.
 TOLERANCE = 5e-6
 
 
@@ -105,7 +105,7 @@ class Cell:
 def meshes(rules: Rules) -> Iterator[MeshSpec]:
     """Every way to write eight devices as a product of a layer's five axes."""
     powers = range(NUM_DEVICES.bit_length())
-    # Stages of a pipeline are between layers: what a layer computes is the same in each.
+    # Pipeline stages are divided between layers: a layer computes the same in each.
     axes = [axis for axis in AXES if axis != "pipe"]
     for exponents in itertools.product(powers, repeat=len(axes)):
         if 2 ** sum(exponents) == NUM_DEVICES:
@@ -114,7 +114,7 @@ def meshes(rules: Rules) -> Iterator[MeshSpec]:
 
 
 def all_cells() -> tuple[list[Cell], dict[tuple[str, str], str]]:
-    """The cells to compare, and the reason of each (dispatcher, mesh) that is refused."""
+    """The cells to compare, and why each refused (dispatcher, mesh) is refused."""
     cells, refused = [], {}
     for dispatcher in DISPATCHERS:
         rules = SLICED_RULES if DISPATCHERS[dispatcher].is_sliced else Rules()
@@ -131,7 +131,7 @@ def all_cells() -> tuple[list[Cell], dict[tuple[str, str], str]]:
 
 
 def sample_of(cells: list[Cell]) -> list[Cell]:
-    """One cell for each router and dispatcher, on different meshes in turn."""
+    """One cell for each router and dispatcher, taking different meshes in turn."""
     by_pair: dict[tuple[str, str], list[Cell]] = {}
     for cell in cells:
         by_pair.setdefault((cell.router, cell.dispatcher), []).append(cell)
@@ -139,7 +139,7 @@ def sample_of(cells: list[Cell]) -> list[Cell]:
 
 
 def layer_of(router: str, dispatcher: str) -> SwitchFFN:
-    """A layer of one group a row that drops tokens; its weights are replaced."""
+    """A layer with one group per row that drops tokens; its weights are replaced."""
     switch = SwitchConfig(
         NUM_EXPERTS,
         every=1,
@@ -188,14 +188,14 @@ def make_params(layer: SwitchFFN, adapters: LoRASpec | None = None) -> dict:
 def evaluate(
     layer: SwitchFFN, params, inputs, expert_of_slot_R=None, adapters: LoRASpec | None = None
 ) -> dict[str, Any]:
-    """Computes output, auxiliary losses and what biases are computed from, raw gradients of
+    """Computes output, auxiliary losses and the numbers that set biases, raw gradients of
     inputs and parameters, and their norm.
 
     The gradients are of the output's product with fixed numbers, plus the auxiliary losses.
 
     Args:
-        expert_of_slot_R: see `moe/expert_copies.py`; None, there are no copies.
-        adapters: the adapters that are among `params`; None, there are none.
+        expert_of_slot_R: see `moe/expert_copies.py`; None where there are no copies.
+        adapters: the adapters among `params`; None where there are none.
     """
 
     router = layer.config.switch.router
@@ -239,7 +239,7 @@ def run_on_one_device(router: str) -> dict[str, Any]:
 
 
 def run_cell(cell: Cell, expert_of_slot_R=None) -> dict[str, Any]:
-    """Evaluates a cell, parameters and tokens placed by the mesh's rules."""
+    """Evaluates a cell, with parameters and tokens placed by the mesh's rules."""
     layer, mesh = layer_of(cell.router, cell.dispatcher), cell.mesh.build()
     adapters = ADAPTERS.get(cell.router)
     params, inputs = make_params(layer, adapters), make_inputs()
@@ -282,7 +282,7 @@ def largest_errors(got: dict[str, Any], want: dict[str, Any]) -> dict[str, float
 
 
 def run(*, is_sample: bool = False, note=lambda text: None) -> Report:
-    """Compares all cells, or a sample with each router and dispatcher once.
+    """Compares all cells, or a sample that has each router and dispatcher once.
 
     Raises:
         ValueError: there are fewer than eight devices.
@@ -314,7 +314,7 @@ def run(*, is_sample: bool = False, note=lambda text: None) -> Report:
 
 
 def _rows(errors: dict[Cell, dict[str, float]], refused: dict[tuple[str, str], str]):
-    """A row for each router and dispatcher, then one for each reason of a refusal."""
+    """A row for each router and dispatcher, then one for each reason for a refusal."""
     rows, found = [], {}
     for cell, error in errors.items():
         found.setdefault((cell.router, cell.dispatcher), []).append(error)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`switchx bench moe`: one sparse layer by dispatcher and number of experts.
 
-Forward and backward of a Switch layer at capacity factor 1.0 against the dense layer of
-equal FLOPs, and a step of decoding against the work that its tokens need. All programs live
-in one process and take turns. Flaxformer's layer is measured too where it can be imported.
+It times forward and backward of a Switch layer at capacity factor 1.0 against the dense layer
+of equal FLOPs, and a decoding step against the work that its tokens need. All programs live in
+one process and take turns. Flaxformer's layer is measured, too, where it can be imported.
 Dims: B rows of a batch, L tokens of a row, D model, F feed-forward, E experts
 """
 
@@ -61,7 +61,7 @@ def switch_model(num_experts: int, dispatcher: str) -> ModelConfig:
 
 
 def compiled_contender(name: str, function, *arguments) -> Contender:
-    """A compiled call."""
+    """A contender that makes one compiled call."""
     compiled = jax.jit(function).lower(*arguments).compile()
 
     def step():
@@ -95,7 +95,7 @@ def flaxformer_contender(num_experts: int) -> Contender:
 
 
 def backward_contender(name: str, forward, params) -> Contender:
-    """Forward and backward pass: gradients of the input and of every parameter.
+    """A forward and backward pass: gradients of the input and of every parameter.
 
     Args:
         forward: `forward(params, x_BLD)` -> outputs, balance loss.
@@ -111,7 +111,7 @@ def batch():
 
 
 def run(rounds: int) -> Report:
-    """Measures every dispatcher with 8 to 128 experts, and a step of decoding."""
+    """Measures every dispatcher with 8 to 128 experts, and a decoding step."""
     dense = training_contender("dense", DENSE)
     switches = {
         (dispatcher, n): training_contender(f"{dispatcher} {n}", switch_model(n, dispatcher))
@@ -135,7 +135,7 @@ def run(rounds: int) -> Report:
 
 
 def decoding(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
-    """Four tokens, 128 experts: FLOPs of the compiled layer, and its time, against the ideal.
+    """Measures FLOPs and time of the compiled layer against an ideal: 4 tokens, 128 experts.
 
     The ideal is a program that is given the four experts' matrices, one for each token, and
     multiplies by them and by the router.
@@ -162,7 +162,7 @@ def decoding(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
     take_turns([best, ours], rounds, num_steps=20)
     ideal_flops = DECODED_TOKENS * (2 * 2 * D * F + 2 * D * DECODING_EXPERTS)
     hlo = jax.jit(decode).lower(params, x_BLD).compile().as_text()
-    flops = matrix_flops(hlo, trips=DECODED_TOKENS)  # one for each row that there is
+    flops = matrix_flops(hlo, trips=DECODED_TOKENS)  # one for each row
     counted = ((best, ideal_flops), (ours, flops))
     rows = [_row(each, best) | {"mflops": number / 1e6} for each, number in counted]
     return rows, [

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of `switchx bench decode` with a few experts of each layer on the device.
+"""The part of `switchx bench decode` with only a few experts of each layer on the device.
 
-Decoding with slots against the longer of its computing, which is that of a model with as many
-experts as slots, and its copies, at the speed that is measured beside it. On a CPU the device's
-memory is the host's, and copies do not run beside products.
+Decoding with slots is compared with the longer of its computation, which is that of a model
+with as many experts as slots, and its copies, at the speed measured beside it. On a CPU the
+device's memory is the host's, and copies do not run in parallel with products.
 """
 
 import dataclasses
@@ -28,9 +28,9 @@ from switchx.results import Check
 
 NUM_EXPERTS = 16
 BATCH, INPUTS, NEW_TOKENS = 4, 8, 12
-# Of the ring: Switch layers of each stack, experts of each, slots.
+# Of the ring: Switch layers of each stack, experts of each layer, slots.
 RING_LAYERS, RING_EXPERTS, RING_SLOTS = 4, 4, 3
-# Of the timed case: slots, tokens (many, as steps are timed and not prompts), turns.
+# Of the timed case: slots, tokens (many, as steps are timed, not prompts), turns.
 TIMED_SLOTS, TIMED_TOKENS, TURNS = 4, 48, 7
 # Bits of a weight; bfloat16 is not quantized.
 FORMATS = {"bf16": 16, "int8": 8, "int4": 4}
@@ -38,7 +38,7 @@ NO_END = -1
 
 
 def step_times() -> tuple[list[dict[str, Any]], list[Check]]:
-    """Medians of `timed_turns`, and the time over the longer one of computing and copies."""
+    """Medians of `timed_turns`, and the time over the longer of computation and copies."""
     timed = timed_turns("bf16", TIMED_SLOTS, TURNS)
     decoding_s, computing_s, copies_s = (
         float(np.median(timed[name])) for name in ("decoding_s", "computing_s", "copies_s")
@@ -59,16 +59,16 @@ def step_times() -> tuple[list[dict[str, Any]], list[Check]]:
 
 
 def timed_turns(weights: str, slots: int, turns: int) -> dict[str, Any]:
-    """Seconds of greedy decoding with some slots, by turns with a model that has as many
+    """Seconds of greedy decoding with some slots, in turns with a model that has as many
     experts.
 
     Each turn decodes the same sentences, so that the second model moves nothing after the
-    first; its products are of a bank of the same shape. Copies are of one expert into a bank,
-    by turns too.
+    first turn; its products are of a bank of the same shape. Copies are of one expert into a
+    bank, also in turns.
 
     Returns:
-        One a turn: `decoding_s`, `computing_s` (as many experts as slots) and `copies_s` (of
-        all that a turn moves). Of a turn on average: `hits`, a fraction, and `moved_mib`.
+        One per turn: `decoding_s`, `computing_s` (as many experts as slots) and `copies_s` (of
+        all that a turn moves). Averages per turn: `hits`, a fraction, and `moved_mib`.
     """
     contenders = {}
     for num_experts in (NUM_EXPERTS, slots):
@@ -115,11 +115,11 @@ def timed_turns(weights: str, slots: int, turns: int) -> dict[str, Any]:
 def model(
     weights: str, num_experts: int | None = None, sparse_layers: int | None = None
 ) -> tuple[ModelConfig, dict]:
-    """A model in bfloat16 with all experts on the device, whose experts have a format.
+    """A model in bfloat16 with all experts on the device, in the format `weights`.
 
     Args:
-        num_experts: number of experts of a layer; None is NUM_EXPERTS.
-        sparse_layers: number of Switch layers of each stack; None is the model's own number.
+        num_experts: number of experts of a layer; None takes NUM_EXPERTS.
+        sparse_layers: number of Switch layers of each stack; None takes the model's own.
     """
     config = switch_model(num_experts or NUM_EXPERTS)
     if sparse_layers is not None:
@@ -130,7 +130,7 @@ def model(
     config = dataclasses.replace(
         config,
         precision=Precision(params="bfloat16", compute="bfloat16"),
-        # Random weights of tied tables repeat one token; these write different ones.
+        # With tied tables, random weights repeat one token; these write different ones.
         tie_embeddings=False,
         init_scale=4.0,
     )
@@ -142,7 +142,7 @@ def model(
 
 
 def decoding_config(beams: int, tokens: int | None = None) -> DecodingConfig:
-    # No token ends a sentence: all have as many.
+    # No token ends a sentence: all have the same number of tokens.
     return DecodingConfig(tokens or NEW_TOKENS, beam_size=beams, eos_id=NO_END, pruning="none")
 
 
@@ -162,17 +162,17 @@ def decoded(config: ModelConfig, params: dict, beams: int, experts=None) -> np.n
 
 
 def in_slots(config: ModelConfig, params: dict, beams: int, slots: int = 4):
-    """Tokens of decoding with slots of each layer, and what was moved."""
+    """Tokens decoded with slots in each layer, and what was moved."""
     config, params = on_host(config, params)
     experts = ChosenExperts(config, params, slots)
     return decoded(config, experts.params, beams, experts), experts.traffic
 
 
 def ring_model() -> tuple[ModelConfig, dict]:
-    """The model of a ring, in float32.
+    """The model for the ring, in float32.
 
-    XLA keeps more than bfloat16's bits within what it fuses, which differs between a loop over
-    layers and layers by themselves, so that resident models differ, too.
+    XLA keeps more than bfloat16's bits inside fusions, which differ between a loop over layers
+    and separate layers, so that resident models differ in bfloat16, too.
     """
     config, params = model("bf16", RING_EXPERTS, RING_LAYERS)
     config = dataclasses.replace(config, precision=Precision())
@@ -180,13 +180,13 @@ def ring_model() -> tuple[ModelConfig, dict]:
 
 
 def in_ring(config: ModelConfig, params: dict, beams: int):
-    """Tokens of decoding with layers of experts streamed through slots, and what was moved."""
+    """Tokens decoded with layers of experts streamed through slots, and what was moved."""
     ring = RingExperts(config, params, RING_SLOTS)
     return decoded(ring.config, ring.params, beams, ring), ring.traffic
 
 
 def bytes_of_expert(config: ModelConfig, bits: int) -> int:
-    """Bytes of one expert's matrices; quantized, with a float32 scale for each output."""
+    """Bytes of one expert's matrices, including a float32 scale per output if quantized."""
     D, F, switch = config.d_model, config.d_ff, config.switch
     F = switch.d_ff or F
     num_in = 2 if config.is_gated else 1

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The serving part of `switchx bench decode`: requests a second and latencies of a server.
+"""The serving part of `switchx bench decode`: a server's requests per second and latencies.
 
-Clients and server share the process and its cores. Each client sends its next request when it
-has a whole answer, whose latency is measured, over a connection that it keeps. Every answer is
+Clients and server share the process and its cores. Each client sends its next request, over a
+connection that it keeps, when it has a whole answer, whose latency is measured. Every answer is
 compared with the model's own. The baseline is `model.generate` for the same inputs, in batches
-of as many as there are clients, `BATCH_SIZE` at most. All is compiled before the first round.
+as large as there are clients, up to `BATCH_SIZE`. All is compiled before the first round.
 """
 
 import concurrent.futures
@@ -24,7 +24,7 @@ from switchx.inference.program_cache import COMPILATIONS
 from switchx.results import Check
 
 CONCURRENCY = (1, 8, 32)
-REQUESTS = 96  # of each concurrency, in a round
+REQUESTS = 96  # at each concurrency, per round
 NEW_TOKENS = 32
 BATCH_SIZE = 16
 EXTRA = ("starlette", "uvicorn", "prometheus_client")
@@ -43,7 +43,7 @@ class Tally:
         latencies_s: latencies of the answers in seconds, right or wrong.
         wrong, lost: number of answers that are not the model's, and of requests without an
             answer.
-        walls_s, baselines_s: seconds of each round with the server, and without one.
+        walls_s, baselines_s: seconds of each round with the server, and without.
     """
 
     latencies_s: list[float] = dataclasses.field(default_factory=list)
@@ -59,7 +59,7 @@ def serving(
     """Measures rows by concurrency, and counts wrong and lost answers.
 
     Args:
-        config, params: a model as it was trained.
+        config, params: the model as it was trained.
         inputs: token ids; each request has one of these inputs.
     """
     # Imported here: the rest of `bench decode` does without the extra.
@@ -120,7 +120,7 @@ def _generate(model, inputs, concurrency: int) -> float:
 
 
 def _ask(address, inputs, wanted, concurrency: int, tally: Tally) -> None:
-    """Sends `REQUESTS` requests, `concurrency` of them at any time."""
+    """Sends `REQUESTS` requests, `concurrency` of them at a time."""
     numbers, lock = iter(range(REQUESTS)), threading.Lock()
 
     def client() -> None:

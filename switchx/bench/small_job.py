@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training job of a few small fields, for what is compiled or timed and reads no data."""
+"""A small training job, for programs that are compiled or timed and read no data."""
 
 from switchx.data.corpora.python_stdlib import PythonStdlib
 from switchx.data.objectives import CausalLM
@@ -18,7 +18,7 @@ TASK = Task("small", PythonStdlib(), ByteVocabulary(), CausalLM())
 def small_job(
     model: ModelConfig, mesh: MeshSpec, rows: int, length: int, **changes
 ) -> TrainingJob:
-    """A training job of rows of `length` tokens, with AdamW; its data is never read.
+    """A training job with rows of `length` tokens and AdamW; its data is never read.
 
     Args:
         changes: fields of `TrainingJob`.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`switchx bench soak`: what a server's process holds, and how it answers, over a long time.
+"""`switchx bench soak`: a server process' resources and answers over a long time.
 
-A `switchx serve` in a process of its own has good clients, each of whose answers is compared
-with `model.generate`, and bad ones (soak_clients.py). Its memory, memory maps, open files and
-latencies are looked at all the while. Growth is the last tenth of the time against the tenth
-after its first fifth, in which programs are compiled.
+A `switchx serve` in its own process has good clients, each of whose answers is compared with
+`model.generate`, and bad ones (soak_clients.py). Its memory, memory maps, open files and
+latencies are sampled throughout. Growth compares the last tenth of the time with the tenth that
+follows the first fifth, in which programs are compiled.
 """
 
 import asyncio
@@ -42,8 +42,8 @@ from switchx.results import Check, Report
 
 GOOD_CLIENTS, BAD_CLIENTS = 4, 8
 SAMPLES, ROWS = 120, 10
-# Of the server that is started: one bucket of lengths, so that all of its programs are kept at
-# a time and what grows is not they; deadlines that are often met.
+# The server's options: one bucket of lengths, so that all its programs are kept at the same
+# time and growth is not due to them; deadlines that are often met.
 OPTIONS = (
     "--port=0",
     "--batch_size=4",
@@ -55,7 +55,7 @@ OPTIONS = (
     "--body_timeout_s=5",
     "--send_timeout_s=5",
 )
-# Where none is given: of random weights, with logits that lie apart.
+# The model where none is given: random weights, with logits that are far apart.
 MODEL = ModelConfig(
     "encoder_decoder", 384, 32, 64, 2, 16, 2, 2, switch=SwitchConfig(4, every=1), init_scale=4.0
 )
@@ -71,7 +71,7 @@ def run(seconds: float, model_dir: str | None, note: Callable[[str], None]) -> R
             weights.
 
     Raises:
-        ValueError: the system does not say what a process holds, or an extra is missing.
+        ValueError: the system does not report a process' resources, or an extra is missing.
     """
     if not pathlib.Path("/proc/self/maps").exists():
         raise ValueError("bench soak reads /proc, which this system does not have; use Linux")
@@ -104,7 +104,7 @@ def _write_model(folder: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def _server(model_dir: str, log: pathlib.Path, note) -> Iterator[tuple]:
-    """The process of a server, and its host and port; on leaving, it has ended."""
+    """A server's process, host and port; the process has ended when the context is left."""
     command = [*python_words(), "-m", "switchx", "serve", f"--model_dir={model_dir}", *OPTIONS]
     # The clients send no token.
     env = {name: value for name, value in os.environ.items() if name != "SWITCHX_TOKEN"}
@@ -126,11 +126,11 @@ def _server(model_dir: str, log: pathlib.Path, note) -> Iterator[tuple]:
 
 
 async def _soak(seconds: float, model_dir: str, process, address, note):
-    """Samples of what the process holds, the last without clients; and what they had."""
+    """Samples of the process' resources, the last without clients, and the clients' tally."""
     from switchx.client import Client
 
     tally, is_over = Tally(), asyncio.Event()
-    # Spawned: a fork of a process that runs JAX may hang.
+    # Spawned, as a fork of a process that runs JAX may hang.
     pool = concurrent.futures.ProcessPoolExecutor(
         1, multiprocessing.get_context("spawn"), _load, (model_dir,)
     )
@@ -171,7 +171,7 @@ async def _soak(seconds: float, model_dir: str, process, address, note):
                 each.cancel()
             await asyncio.gather(*good, return_exceptions=True)
         if process.poll() is None:
-            # Idle connections end in seconds.
+            # Idle connections end within seconds.
             await asyncio.sleep(min(30.0, CLOSE_TIMEOUT_S))
             left = held_by(process.pid) | {"second": time.monotonic() - start_s}
             samples.append(left | {"answers": tally.answers})
@@ -182,7 +182,7 @@ async def _soak(seconds: float, model_dir: str, process, address, note):
 
 
 def held_by(pid: int) -> dict[str, Any]:
-    """The resources of a process now: resident memory, memory maps, open files."""
+    """The current resources of a process: resident memory, memory maps, open files."""
     folder = pathlib.Path("/proc") / str(pid)
     pages = int((folder / "statm").read_text().split()[1])
     return {
@@ -192,7 +192,7 @@ def held_by(pid: int) -> dict[str, Any]:
     }
 
 
-# In the process that says what the model itself says.
+# In the process that computes the model's own answers.
 _model = None
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The clients of `switchx bench soak`: good ones, whose answers are compared, and bad ones.
 
-A good client asks with random settings, whole answers and streams, and every answer is compared
-with what `model.generate` says in another process. A bad one does something of `BAD` again and
-again: each is a way of clients that a server has to outlive.
+A good client makes requests with random settings, for whole answers or streams, and every
+answer is compared with that of `model.generate` in another process. A bad one keeps doing
+things from `BAD`: each is client behaviour that a server has to survive.
 """
 
 import asyncio
@@ -22,9 +22,9 @@ from switchx.client import Answer, Client
 
 WORDS = ("gate", "an expert", "a slot", "of", "a token or two", "é", "🙂", "x")
 MOST_NEW_TOKENS, MOST_INPUT_TOKENS, MOST_INPUTS = 16, 15, 4
-# Of an answer's score and the model's own.
+# Largest difference between an answer's score and the model's own.
 SCORE_TOLERANCE = 1e-3
-# A good client's; the server's own is longer.
+# A good client's deadline; the server's own is longer.
 DEADLINE_S = 600.0
 # The server closes a connection that a bad client leaves open within this time.
 CLOSE_TIMEOUT_S = 120.0
@@ -59,7 +59,7 @@ class Tally:
 
 
 def random_request(rng: np.random.Generator, vocab_size: int) -> dict[str, Any]:
-    """Inputs, texts or token ids, and settings; a seed where samples are drawn."""
+    """A request: inputs (texts or token ids) and settings, with a seed if it samples."""
     number = int(rng.integers(1, MOST_INPUTS + 1))
     if rng.random() < 0.3:
         inputs = [str(rng.choice(WORDS)) for _ in range(number)]
@@ -101,7 +101,7 @@ async def good_client(
         request = random_request(rng, vocab_size)
         try:
             answers = await _answers(client, request, rng.random() < 0.5, tally)
-        except Exception as error:  # whatever it is, there is no answer
+        except Exception as error:  # whatever the error is, there is no answer
             tally.lost += len(request["inputs"])
             tally.note(f"lost: {error!r:.200}, {json.dumps(request):.200}")
             continue
@@ -164,7 +164,7 @@ async def bad_client(
 
 @contextlib.asynccontextmanager
 async def _connected(address):
-    """A connection that takes little of what is sent; half of the time it ends in a reset."""
+    """A connection with a small receive buffer; half of the time it ends in a reset."""
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     sock.setblocking(False)
@@ -232,7 +232,7 @@ async def _pipeline_without_reading(reader, writer, request, rng) -> None:
     for _ in range(8):
         writer.write(_bytes(request))
         await writer.drain()
-    # What closes it may be a reset, which is not seen where nothing is read.
+    # It may be closed by a reset, which goes unnoticed where nothing is read.
     await asyncio.sleep(rng.exponential(10.0))
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The part of `switchx bench decode` about drafted tokens (`inference/prompt_lookup.py`).
 
-One model writes two kinds of texts, whose tokens its matrix of logits decides: after each token
-one other is the likeliest. Some tokens are in short cycles, so that a prompt with one of them
-is copied over and over; all others are in one long cycle, so that nothing is repeated and no
-draft is right. All else is random, and computed. Greedy decoding and drafts take turns.
+One model writes two kinds of text, whose tokens its logit matrix decides: after each token one
+other is the likeliest. Some tokens are in short cycles, so that a prompt with one cycle is
+copied over and over; all others are in one long cycle, so that nothing is repeated and no
+draft is right. All else is random, and is computed. Greedy decoding and drafts take turns.
 Dims: D model, V vocabulary
 """
 
@@ -27,8 +27,8 @@ from switchx.results import Check
 
 NUM_EXPERTS, NEW_TOKENS, DRAFTS = 8, 64, 7
 BATCHES = 1, 4
-PERIOD, CYCLES = 16, 16  # tokens of a short cycle; how many there are
-FIRST = 3  # token that is no padding, end or start
+PERIOD, CYCLES = 16, 16  # tokens of a short cycle; number of short cycles
+FIRST = 3  # first token that is not padding, end or start
 
 
 def successors(vocab_size: int) -> np.ndarray:
@@ -51,8 +51,8 @@ def model() -> tuple[ModelConfig, dict]:
         tie_embeddings=False,
     )
     params = init_params(config, jax.random.key(0))
-    # What blocks add to a token is small beside it, and tables of random rows are nearly
-    # orthogonal: the row that is a token's own has the largest product with it.
+    # What blocks add to a token is small beside it, and the rows of random tables are nearly
+    # orthogonal: a token's own row has the largest product with it.
     table_VD = params["embedding"]["embedding_VD"] * 16
     before_V = np.empty(config.vocab_size, int)
     before_V[successors(config.vocab_size)] = np.arange(config.vocab_size)
@@ -64,7 +64,7 @@ def model() -> tuple[ModelConfig, dict]:
 
 
 def inputs(batch: int, vocab_size: int, *, is_copied: bool) -> list[list[int]]:
-    """A prompt of `PERIOD` tokens for each row: a short cycle, or a part of the long one."""
+    """A prompt of `PERIOD` tokens for each row: a short cycle, or part of the long one."""
     long = FIRST + PERIOD * CYCLES
     begin, apart = (FIRST, PERIOD) if is_copied else (long, (vocab_size - long) // batch)
     firsts = [begin + row * apart for row in range(batch)]
@@ -72,7 +72,7 @@ def inputs(batch: int, vocab_size: int, *, is_copied: bool) -> list[list[int]]:
 
 
 def decoder(config: ModelConfig, params: dict, decoding: DecodingConfig, sentences) -> Callable:
-    """A function that decodes the sentences; it returns their tokens and the decode steps."""
+    """A function that decodes the sentences, and returns their tokens and the decode steps."""
     size = len(sentences)
 
     def decode() -> tuple[list[list[int]], int]:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The part of `switchx bench train` with experts on a disk, against the resident program.
 
-A step can be no faster than the longer of two: its computation, which is that of the resident
-program with the same remat, and its bytes over the disk's bandwidth. That is measured with one
-large file, written and flushed, and read again, of which the system may have pages in memory,
-as it has of records that were written a moment ago.
+A step can be no faster than the longer of two times: its computation, which is that of the
+resident program with the same remat, and its bytes over the disk's bandwidth. The bandwidth is
+measured with one large file, written and flushed, and read again. The system may have pages of
+it in memory, just as of records that were written a moment ago.
 
-Records are in the system's folder for temporary files: TMPDIR names another disk.
+Records are in the system's folder for temporary files; TMPDIR can name another disk.
 `python -m switchx.bench.storage ROUNDS` is the process of `measured`.
 Dims: B rows, L tokens of a row
 """
@@ -54,13 +54,13 @@ MODEL = ModelConfig(
     remat="full",
     switch=SwitchConfig(8, every=2, capacity_factor=1.0, group_size=LENGTH),
 )
-CACHED = 0.25  # of the records, where the disk is used
+CACHED = 0.25  # share of the records in memory, where the disk is used
 FILE_BYTES = 2**28
 MEBIBYTE = 2**20
 
 
 def measured(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
-    """The results of `run`, in a new process, since a bound of memory sets its malloc anew."""
+    """The results of `run` in a new process, since a memory bound reconfigures its malloc."""
     found = of_child("switchx.bench.storage", rounds)
     return found["rows"], [Check(**check) for check in found["checks"]]
 
@@ -85,7 +85,7 @@ def run(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
         fast = contender("resident", resident)
         cached = contender("on a disk, all cached", whole)
         take_turns([fast, cached], rounds)
-        # A bound of host memory changes how malloc works, from here on.
+        # A bound on host memory changes how malloc works from here on.
         with opened(dataclasses.replace(job, storage=part)) as (small, _):
             beside = contender("resident, beside that on a disk", resident)
             on_disk = contender(f"on a disk, {records} experts cached", small)
@@ -94,7 +94,7 @@ def run(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
             take_turns([beside, on_disk], rounds)
             moved = small.experts.metrics()
         disk = bandwidths(folder)
-    steps = rounds + 1  # with the first one of `take_turns`
+    steps = rounds + 1  # including the first one of `take_turns`
     pairs = (fast, fast), (cached, fast), (beside, beside), (on_disk, beside)
     rows = [_row(each, against, job) for each, against in pairs]
     disk_s = sum(moved[f"{way}_bytes"] / steps / disk[way] for way in ("read", "written"))
@@ -116,7 +116,7 @@ def run(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
 
 
 def contender(name: str, program) -> Contender:
-    """Training steps of a program that is within its scope."""
+    """Training steps of a program whose scope has been entered."""
     token_BL = np.random.default_rng(0).integers(3, MODEL.vocab_size, (ROWS, LENGTH))
     rows = [[Example(token_L[:0], token_L)] for token_L in token_BL]
     batch = program.place(program.job.features.batch(rows))
@@ -126,7 +126,7 @@ def contender(name: str, program) -> Contender:
 
 
 def bandwidths(folder: pathlib.Path) -> dict[str, float]:
-    """Bytes a second of a large file: `written` and flushed, and `read`."""
+    """Bytes per second of a large file: `written` and flushed, and `read`."""
     path = folder / "bandwidth"
     data = np.random.default_rng(0).bytes(FILE_BYTES)
     found: dict[str, list[float]] = {"read": [], "written": []}
@@ -176,7 +176,7 @@ def opened_resident(job: TrainingJob) -> Iterator[TrainingProgram]:
 
 
 def record_bytes(job: TrainingJob) -> int:
-    """Bytes of an expert's weights and of what the optimizer keeps for it."""
+    """Bytes of an expert's weights and of its optimizer state."""
     with tempfile.TemporaryDirectory() as folder:
         program = LayeredProgram(job, RunFolder(folder), jax.devices()[:1])
         return program.experts.layout.record_bytes

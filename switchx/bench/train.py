@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`switchx bench train`: a Switch T5's training step against the same model dense.
+"""`switchx bench train`: a Switch T5's training step against the same model when dense.
 
 One step is forward, backward and the optimizer; the contenders take turns. A step with experts
-on a disk takes turns with its resident program, in a process of its own (storage.py).
+on a disk takes turns with its resident program, in a separate process (storage.py).
 """
 
 import dataclasses
@@ -40,12 +40,12 @@ DENSE = ModelConfig(
     init_scale=0.1,
 )
 NUM_EXPERTS = (8, 16, 32, 64)
-NUM_STEPS = 2  # of a turn
+NUM_STEPS = 2  # per turn
 MEBIBYTE = 2**20
 
 
 def switch_model(num_experts: int) -> ModelConfig:
-    """`DENSE` with every other FFN a Switch layer of capacity factor 1.0."""
+    """`DENSE` in which every other FFN is a Switch layer with capacity factor 1.0."""
     switch = SwitchConfig(num_experts, every=2, capacity_factor=1.0)
     return dataclasses.replace(DENSE, switch=switch)
 
@@ -89,7 +89,7 @@ class CompiledStep:
     batch: dict
 
     def contender(self) -> Contender:
-        """Takes two steps."""
+        """Makes the state and a contender for it; takes two steps."""
         batch = jax.device_put(self.batch)
         found = Contender.stepping(
             self.name, lambda state: self.step(state, batch), self.init(), peak_bytes=self.bytes
@@ -103,7 +103,7 @@ class CompiledStep:
 def compiled(
     name: str, config: ModelConfig, batch: dict, optimizer: Optimizer = Adafactor()
 ) -> CompiledStep:
-    """The step of a model, lowered and compiled without its state."""
+    """A model's step, lowered and compiled without making its state."""
     start = time.perf_counter()
     transformation = optimizer.build(Constant(1e-3))
     loss = LossConfig(layer_reduction="mean")
@@ -131,7 +131,7 @@ def contender(name: str, config: ModelConfig, optimizer: Optimizer = Adafactor()
 
 
 def in_ms(each: Contender) -> dict[str, float]:
-    """Median, least and largest time of a step, as columns of a row."""
+    """Median, smallest and largest time of a step, as columns of a row."""
     return {
         "step_ms": 1e3 * each.median_s,
         "min_ms": 1e3 * min(each.times_s),
@@ -140,9 +140,9 @@ def in_ms(each: Contender) -> dict[str, float]:
 
 
 def run(rounds: int) -> Report:
-    """Measures dense against 8 to 64 experts, and PyTorch where it is installed."""
-    # First: another process may need the device that this one will hold. Its job reads data;
-    # a card's machine, whose programs import this file too, may have no packages for that.
+    """Measures a dense model against 8 to 64 experts, and PyTorch where it is installed."""
+    # First, as another process may need the device that this one will hold. Its job reads data;
+    # a card's machine, whose programs import this file, too, may lack the packages for that.
     from switchx.bench import storage
 
     parts = [storage.measured(rounds)]
@@ -162,14 +162,14 @@ def run(rounds: int) -> Report:
 
 
 def against_torch(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
-    """Measures both with AdamW in turns; PyTorch's process waits while ours runs."""
+    """Measures both with AdamW, in turns; PyTorch's process waits while ours runs."""
     rows, checks = [], []
     for num_experts, bound in ((8, ">=0.95"), (64, ">=1.0")):
         ours = contender(f"switch {num_experts}, AdamW", switch_model(num_experts), AdamW())
         settings = {
             "task": "train",
             "config": describe(switch_model(num_experts))[0]
-            # Tokens of one sequence that an expert takes: a capacity factor of 1.0.
+            # Number of a sequence's tokens that an expert takes: a capacity factor of 1.0.
             | {"expert_capacity": max(INPUTS // num_experts, 1)},
             "batch": BATCH,
             "inputs": INPUTS,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`adapter.json`: the base of a run of adapters, by its checkpoint's fingerprint.
+"""`adapter.json`: the base model of an adapter run, identified by its checkpoint's fingerprint.
 
-Such a run's checkpoints have the adapters alone (`models/adapters.py`); `restore_params` reads
-the base too, and merges them.
+Such a run's checkpoints hold only the adapters (`models/adapters.py`); `restore_params` reads
+the base, too, and merges the adapters into it.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ class AdapterRecord:
 
     @classmethod
     def read(cls, run: RunFolder) -> "AdapterRecord | None":
-        """The record of a run of adapters; None of another run.
+        """Reads the record of an adapter run; None for any other run.
 
         Raises:
             ValueError: the file cannot be read.
@@ -62,7 +62,7 @@ def require_merged(run: RunFolder, name: str) -> None:
         name: name of the setting that gave the folder, for messages.
 
     Raises:
-        ValueError: it has adapters alone.
+        ValueError: it has only adapters.
     """
     require(
         not run.adapter.is_file(),

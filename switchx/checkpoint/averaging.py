@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model out of several checkpoints of a run, or out of the average that training kept.
+"""Making a model from several checkpoints of a run, or from the average that training kept.
 
 The mean of a run's last checkpoints (Vaswani et al. 2017, arXiv:1706.03762, section 6.1) and
 the exponential moving average of `StepConfig.ema_decay` become run folders of their own, with
-one checkpoint of parameters: what reads a run's parameters reads them.
+one checkpoint of parameters: whatever reads a run's parameters can read them.
 """
 
 import shutil
@@ -38,18 +38,19 @@ from switchx.tree import Tree
 def mean_of_checkpoints(run: RunFolder, steps: Sequence[int]) -> Tree:
     """The mean of the parameters of several checkpoints, on the host, summed in float32.
 
-    At most one checkpoint is in memory beside the sum. Layers may be scanned in some and
+    At most one checkpoint is in memory besides the sum. Layers may be scanned in some and
     unrolled in others.
 
     Raises:
-        ValueError: fewer than two steps, one of them twice, or not a complete checkpoint.
+        ValueError: there are fewer than two steps, a step is given twice, or one has no
+            complete checkpoint.
     """
     require(
         len(set(steps)) == len(steps) > 1,
         f"steps {', '.join(map(str, steps))}; use two or more different ones",
     )
     for step in steps:
-        choose_step(run, step)  # all, before the first is read
+        choose_step(run, step)  # checks all before the first is read
     model, total = read_model_config(run), None
     target = _on_cpu(run)
     for step in steps:
@@ -60,11 +61,11 @@ def mean_of_checkpoints(run: RunFolder, steps: Sequence[int]) -> Tree:
 
 
 def moving_average(run: RunFolder, step: int) -> Tree:
-    """The average that training kept, as of one checkpoint, in the parameters' dtypes; of a run
-    of adapters the base with their average.
+    """The average that training kept, as of one checkpoint, in the parameters' dtypes; for an
+    adapter run, the base merged with the adapters' average.
 
     Raises:
-        ValueError: training kept none.
+        ValueError: training kept no average.
     """
     path, target = run.checkpoints / str(choose_step(run, step)), _on_cpu(run)
     require(

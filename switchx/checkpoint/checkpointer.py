@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints by Orbax: asynchronous, atomic, the newest few and the best kept.
+"""Checkpoints with Orbax: asynchronous and atomic, keeping the newest few and the best.
 
 `checkpoints/<step>/` appears by one rename when all of it, the manifest last, is on disk.
-What is damaged or half-written is skipped with a warning, never deleted: the trainer renames it
-before it writes (`set_aside`), as Orbax deletes what is in its way. See docs/checkpoints.md.
+A damaged or half-written one is skipped with a warning, never deleted: the trainer renames it
+before it writes (`set_aside`), as Orbax deletes anything in its way. See docs/checkpoints.md.
 """
 
 import contextlib
@@ -66,7 +66,7 @@ from switchx.models.config import ModelConfig
 from switchx.object_store import Folder, free_bytes, remove
 from switchx.tree import Tree, named_leaves, nested, num_bytes
 
-_EXPIRED = "expired"  # a deletion that is cut short is finished at the next start
+_EXPIRED = "expired"  # a deletion that was cut short is finished at the next start
 
 
 class SaveError(OSError):
@@ -74,30 +74,30 @@ class SaveError(OSError):
 
 
 class Experts(Protocol):
-    """Experts that are not in the training state, but in storage.
+    """Experts that are kept in storage, not in the training state.
 
     Attributes:
-        abstract: the experts' leaves in a state that has them, by name, as ShapeDtypeStructs
+        abstract: leaves of the experts in a state that has them, by name, as ShapeDtypeStructs
             with shardings on the host.
     """
 
     abstract: dict[str, jax.ShapeDtypeStruct]
 
     def save(self, folder: pathlib.Path) -> None:
-        """Keeps them as they are in a new folder, this process' part of them where there are
-        several; raises StoreError or RecordError where it cannot."""
+        """Saves the experts as they are in a new folder; of several processes, each saves its
+        part. Raises StoreError or RecordError where it cannot."""
 
     def restore(self, folder: pathlib.Path) -> None:
-        """Takes those of `save`."""
+        """Takes the experts that `save` saved."""
 
     def fill(self, leaves: dict[str, jax.Array], updates: int) -> None:
-        """Takes those of a state that has them, by name, after so many updates."""
+        """Takes the experts of a state that has them, by name, after `updates` updates."""
 
 
 class Checkpointer:
-    """Saves and restores the training state; for the one trainer that holds the run's lock.
+    """Saves and restores the training state, for the one trainer that holds the run's lock.
 
-    Not for several threads. Where several processes train, all of them call each method.
+    It is not thread-safe. Where several processes train, all of them call each method.
     """
 
     def __init__(self, run: RunFolder, retention: Retention, experts: Experts | None = None):
@@ -106,8 +106,8 @@ class Checkpointer:
         Names and sizes are compared here and in `latest_complete_step`, values in `restore`.
 
         Args:
-            experts: experts that are saved and restored with a state; None where the state has
-                all experts.
+            experts: experts that are saved and restored along with the state; None where the
+                state has all experts.
         """
         require(
             experts is None or not run.is_in_store,
@@ -116,15 +116,15 @@ class Checkpointer:
         )
         self._run, self._folder, self._retention = run, run.checkpoints, retention
         self._experts = experts
-        self._saving = Manifest(0, None, {})  # of the save that is under way
-        self._is_saving = False  # one was begun that `wait` has not seen end
-        self._is_alone = False  # this process of several could not write its part
-        self._fault: Exception | None = None  # of what Orbax' thread did here after that
+        self._saving = Manifest(0, None, {})  # of the save in progress
+        self._is_saving = False  # a save was begun whose end `wait` has not seen
+        self._is_alone = False  # one of several processes, it could not write its part
+        self._fault: Exception | None = None  # of what Orbax' thread did here after writing
         if jax.process_index() == 0:
             if not run.is_in_store:
                 self._folder.mkdir(parents=True, exist_ok=True)
             self._set_aside_unfinished("*")
-            # Links to records, of saves that were cut short.
+            # Links to records left behind by saves that were cut short.
             for pattern in (f".{RECORDS}*", f"..{RECORDS}-*.partial"):  # of `new_folder`
                 for path in self._folder.glob(pattern):
                     shutil.rmtree(path)
@@ -133,7 +133,7 @@ class Checkpointer:
                     set_aside(path, damage)
         multihost_utils.sync_global_devices("switchx_checkpoints_opened")
         manifests = map(read_manifest, checkpoint_paths(self._folder))
-        # By this retention's metric, whichever they were saved with.
+        # By this retention's metric, whichever one they were saved with.
         self._scores = scores_by(retention.best_metric, retention.mode, manifests)
         self._preservation = Preservation(self._retention, self._scores)
         registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
@@ -151,9 +151,9 @@ class Checkpointer:
                 timeout_secs=retention.save_deadline_s,
                 post_finalization_callback=self._write_manifest,
             ),
-            lightweight_initialize=True,  # reads nothing that no manifest covers
+            lightweight_initialize=True,  # reads nothing that is not covered by a manifest
         )
-        if run.is_in_store:  # it has no renames: written in place, deleted by `_remove_expired`
+        if run.is_in_store:  # no renames: written in place, deleted by `_remove_expired`
             mode = ocp.options.AtomicityMode.COMMIT_FILE
             options.atomicity_options = ocp.options.AtomicityOptions(mode=mode)
         else:
@@ -167,14 +167,14 @@ class Checkpointer:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Steps with a checkpoint, the one being written among them, ascending."""
+        """Steps that have a checkpoint, including the one being written, in ascending order."""
         steps = set(self._manager.all_steps())
-        if self._run.is_in_store:  # whole, if it was killed before Orbax' last file, too
+        if self._run.is_in_store:  # also whole if killed before Orbax' last file
             steps |= {int(path.name) for path in self._whole()}
         return tuple(sorted(steps))
 
     def _whole(self) -> list[Folder]:
-        """The checkpoints that have a manifest, the newest first."""
+        """The checkpoints that have a manifest, newest first."""
         return [path for path in checkpoint_paths(self._folder) if (path / MANIFEST).exists()]
 
     def save(
@@ -189,13 +189,13 @@ class Checkpointer:
         The state may be donated as soon as this returns. It waits for the previous save.
 
         Args:
-            step: names the checkpoint.
+            step: step that names the checkpoint.
             state: a pytree of arrays with an attribute or entry `params`.
             data_state: state of this process' data iterator, bytes or anything that JSON takes.
             metrics: metrics of an evaluation at this step, for keep-best.
 
         Raises:
-            ValueError: this step has a complete checkpoint.
+            ValueError: this step already has a complete checkpoint.
             SaveError: there is no space, or the previous save failed.
         """
         self.wait()
@@ -207,12 +207,12 @@ class Checkpointer:
         best_by = {"metric": retention.best_metric, "mode": retention.mode}
         self._saving = Manifest(step, score, finite, **best_by if score is not None else {})
         with self.meter.beginning():
-            # NumPy leaves are copied: their owner may write to them while Orbax reads.
+            # NumPy leaves are copied: their owner may write to them while Orbax reads them.
             items = jax.tree.map(
                 lambda leaf: leaf if isinstance(leaf, jax.Array) else np.array(leaf),
                 to_items(state),
             )
-            expected = num_bytes(items) + MIB  # of what describes them
+            expected = num_bytes(items) + MIB  # for the files that describe them
             if free_bytes(self._folder) < expected:
                 raise self._save_error(f"it needs about {expected / MIB:.1f} MiB")
             if self._experts is not None:
@@ -221,7 +221,7 @@ class Checkpointer:
                 except (OSError, ValueError) as error:  # no space, or a damaged record
                     reason = getattr(error, "strerror", None) or str(error)
                     raise self._save_error(reason) from error
-                # Process 0 moves the parts of all into the checkpoint.
+                # Process 0 moves all processes' parts into the checkpoint.
                 multihost_utils.sync_global_devices("switchx_experts_saved")
             if score is not None:
                 self._scores[step] = score
@@ -234,7 +234,7 @@ class Checkpointer:
                 raise self._save_error(str(error)) from error
 
     def check(self) -> None:
-        """Raises the error of a save that has failed; cheap, for every step."""
+        """Raises the error of a save that has failed; cheap enough to call every step."""
         if not self._is_saving:
             return  # `wait` lists the checkpoints, in a store over the network
         if self._arrays.has_failed() or self._fault or not self._is_writing():
@@ -251,13 +251,13 @@ class Checkpointer:
         except Exception as error:
             self._is_alone = jax.process_count() > 1
             if not self._is_alone:
-                with contextlib.suppress(Exception):  # the same again
+                with contextlib.suppress(Exception):  # the same error again
                     self._manager.wait_until_finished()
             raise self._save_error(str(error)) from error
         while self._is_writing() and self._fault is None:
             time.sleep(0.01)
         if self._fault is not None and jax.process_count() > 1:
-            self._is_alone = True  # Orbax waits for the others, and they for this one
+            self._is_alone = True  # Orbax waits for the others, and they wait for this one
             raise self._save_error(str(self._fault)) from self._fault
         try:
             self._manager.wait_until_finished()
@@ -269,17 +269,17 @@ class Checkpointer:
         self.meter.finished(self._folder / str(self._saving.step))
 
     def _is_writing(self) -> bool:
-        """Whether Orbax' thread runs; its own flag stays set where the thread never began."""
+        """Whether Orbax' thread runs; its own flag stays set if the thread never began."""
         thread = self._manager._finalize_thread
         return thread.map(lambda each: each is not None and each.is_alive())
 
     def latest_complete_step(self) -> int | None:
-        """The newest checkpoint whose files are there, or None where no save has finished yet.
+        """Step of the newest checkpoint whose files exist; None if no save has finished yet.
 
         Newer ones that are not whole are set aside.
 
         Raises:
-            ValueError: there were checkpoints, and none is left.
+            ValueError: there were checkpoints, but none is left.
         """
         step = first_complete(checkpoint_paths(self._folder), set_aside)
         self._manager.reload()
@@ -290,7 +290,7 @@ class Checkpointer:
     def resume(
         self, abstract_state: Tree, *, model: ModelConfig | None = None
     ) -> tuple[int, Tree, list]:
-        """Restores step, state and data iterators of the newest undamaged checkpoint.
+        """Restores the step, state and data iterators of the newest undamaged checkpoint.
 
         Checkpoints that turn out to be damaged while they are read are set aside.
 
@@ -298,7 +298,7 @@ class Checkpointer:
             abstract_state, model: see `restore`.
 
         Raises:
-            ValueError: no checkpoint is there or left, or one does not fit.
+            ValueError: there is no checkpoint, none is left, or one does not fit.
         """
         while True:
             step = choose_step(self._run, self.latest_complete_step())
@@ -320,12 +320,11 @@ class Checkpointer:
                 need not be the one that saved it.
             step: step of the checkpoint; None is the newest complete one.
             model: configuration of the state's model, where its layers may be scanned and the
-                checkpoint's unrolled, or the other way round. None where the layouts are the
-                same.
+                checkpoint's unrolled, or vice versa; None where the layouts are the same.
 
         Raises:
             ValueError: there is no such complete checkpoint; leaves are missing, extra, or
-                of another shape or dtype (the message lists all).
+                of another shape or dtype (the message lists them all).
             DamagedCheckpoint: the arrays that were read differ from those that were saved.
         """
         step = self.latest_complete_step() if step is None else step
@@ -348,7 +347,7 @@ class Checkpointer:
     def close(self) -> None:
         """Waits for the last save and ends Orbax' threads."""
         if self._is_alone:
-            return  # its threads wait for processes that wait for this one, which is to end
+            return  # its threads wait for processes that wait for this one, which must end
         try:
             self.wait()
         finally:
@@ -361,7 +360,7 @@ class Checkpointer:
         self.close()
 
     def _write_manifest(self) -> None:
-        """Called by Orbax' thread on process 0 when all is written and nothing renamed."""
+        """Called by Orbax' thread on process 0 when all is written and nothing yet renamed."""
         try:
             self._run.require_owned()
             suffix = "" if self._run.is_in_store else UNFINISHED
@@ -374,11 +373,11 @@ class Checkpointer:
             raise
 
     def _saved_experts(self, step: int) -> Folder:
-        """Where the snapshot of experts is until the rest of the checkpoint is written."""
+        """Folder of the experts' snapshot until the rest of the checkpoint is written."""
         return self._folder / f".{RECORDS}-{step}"
 
     def _clear_the_way(self, step: int) -> None:
-        """Sets a damaged checkpoint of this step aside, which Orbax would delete."""
+        """Sets aside a damaged checkpoint of this step, which Orbax would delete."""
         path = self._folder / str(step)
         if first_complete([path] if path.exists() else [], set_aside) is not None:
             raise ValueError(
@@ -414,7 +413,7 @@ class Checkpointer:
         )
 
     def _set_aside_unfinished(self, steps: str) -> None:
-        """Renames what saves that were cut short left behind."""
+        """Renames what was left behind by saves that were cut short."""
         for path in sorted(self._folder.glob(f"{steps}{UNFINISHED}")):
             set_aside(path, "its save did not finish")
 
@@ -425,7 +424,7 @@ class Checkpointer:
         try:
             self._run.require_owned()
         except ValueError:
-            return  # they are another trainer's, by whose scores the best are kept
+            return  # another trainer's, whose scores decide which are the best
         steps = [int(path.name) for path in self._whole()]
         for step in set(steps) - self._preservation.kept(steps):
             remove(self._folder / str(step), MANIFEST)

@@ -2,12 +2,12 @@
 """The Orbax items of a checkpoint: `params`, `train_state` (the rest) and `data`.
 
 The first two are nested dictionaries by name, so that any Orbax reader can open them and the
-parameters can be read alone, and so is `average`, of a run that averages them; `data` is the
-data iterator's state, one JSON file a process.
-`manifest.json` (manifest.py) has the step of the checkpoint and the list of its files. For a
-run with experts on a disk, `experts` is a snapshot of their records (storage/snapshot.py): one
-record for each expert and layer, whose arrays are named as the state's arrays that they are
-parts of.
+parameters can be read alone. So is `average`, in a run that averages them; `data` is the data
+iterator's state, one JSON file per process.
+`manifest.json` (manifest.py) has the checkpoint's step and the list of its files. For a run
+with experts on a disk, `experts` is a snapshot of their records (storage/snapshot.py): one
+record for each expert and layer, whose arrays have the names of the state's arrays that they
+are parts of.
 
 Dims: N layers of a scanned stack, E experts
 """
@@ -43,23 +43,23 @@ from switchx.tree import Tree, named_leaves, nested
 from switchx.whole_folders import checksum_of, damages, is_damage, read_manifest
 
 RECORDS = "experts"
-# TensorStore's words for what is no fault of the data.
+# TensorStore's words for errors that are not the data's fault.
 _OF_STORAGE = (
     *("RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED"),
     *("UNAUTHENTICATED", "ABORTED", "CANCELLED"),
 )
-# What matters of Orbax' log it also raises, and then our errors and warnings say it.
+# What matters in Orbax' log is also raised, and our errors and warnings then report it.
 logging.getLogger("absl").addFilter(lambda record: "/orbax/" not in record.pathname)
 
 
 def to_items(state: Tree) -> dict[str, Tree]:
-    """The items of a state that has `params`: nested dictionaries by name."""
+    """The items, nested dictionaries by name, of a state that has `params`."""
     leaves = {item_name(name): leaf for name, leaf in named_leaves(state).items()}
     return {"params": {}, "train_state": {}} | nested(leaves)
 
 
 def item_name(name: str) -> str:
-    """The name in the items of a leaf of the state: of `step`, `train_state/step`."""
+    """The name that a leaf of the state has in the items: for `step`, `train_state/step`."""
     is_own = name.startswith(("params/", "average/"))
     return name if is_own else f"train_state/{name}"
 
@@ -73,10 +73,10 @@ def from_items(items: dict[str, Tree], like: Tree) -> Tree:
 
 
 def num_updates(state: Tree) -> int:
-    """Updates that the optimizer of a state, or of a `train_state`, has counted.
+    """Number of updates that the optimizer of a state, or of a `train_state`, has counted.
 
-    Schedules go by this count, which goes on from a source with `InitConfig.optimizer`. Where
-    an optimizer has none, it is the number of steps that were not skipped.
+    Schedules follow this count, which continues the source's with `InitConfig.optimizer`. Where
+    an optimizer has no count, it is the number of steps that were not skipped.
     """
     leaves = named_leaves(state)
     names = (name for name in leaves if name.startswith("opt_state/"))
@@ -85,7 +85,7 @@ def num_updates(state: Tree) -> int:
 
 
 def _of_what_stays(read):
-    """`read` of a checkpoint's path, which says where the checkpoint was deleted meanwhile."""
+    """Wraps `read` of a checkpoint, to report in its errors a deletion in the meantime."""
 
     @functools.wraps(read)
     def reading(path: Folder, *arguments):
@@ -103,13 +103,13 @@ def _of_what_stays(read):
 
 
 def items_of(path: Folder) -> list[str]:
-    """Which of the items of arrays a checkpoint has: a converted model's has parameters."""
+    """Which items of arrays a checkpoint has; a converted model's may have only parameters."""
     return [item for item in ("params", "train_state", "average") if (path / item).is_dir()]
 
 
 @_of_what_stays
 def stored_items(path: Folder) -> dict[str, Tree]:
-    """Orbax' description of each array: `shape`, `dtype`, and `sharding` when it was saved.
+    """Orbax' description of each array: `shape`, `dtype`, and its `sharding` when saved.
 
     Raises:
         DamagedCheckpoint: an item's metadata cannot be read.
@@ -120,12 +120,12 @@ def stored_items(path: Folder) -> dict[str, Tree]:
 
 
 def has_records(path: Folder) -> bool:
-    """Whether the experts of a checkpoint are records."""
+    """Whether a checkpoint's experts are stored as records."""
     return (path / RECORDS).is_dir()
 
 
 def require_records_unchanged(path: Folder) -> None:
-    """Compares the bytes of the records, which a store then links without reading them.
+    """Checks the bytes of the records, which a store then links without reading them.
 
     Where several processes run, all of them call this, and each reads its share.
 
@@ -140,7 +140,7 @@ def require_records_unchanged(path: Folder) -> None:
 
 
 def _file_faults(folder: Folder, files: dict[str, list]) -> list[str]:
-    """Faults of this process' share of the files of a folder, each of which is read."""
+    """Faults in this process' share of the files of a folder, each of which is read."""
     ordered = sorted(files.items())
     mine = dict(ordered[jax.process_index() :: jax.process_count()])
     return list(damages(folder, mine, "crc32"))
@@ -162,11 +162,11 @@ def record_leaves(path: Folder) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def _read_records(path: Folder, names: set[str]) -> dict[str, np.ndarray]:
-    """Reads the leaves of `record_leaves` with these names, all of one update.
+    """Reads the leaves of `record_leaves` with these names, all from the same update.
 
     Raises:
         RecordError: a record is missing or damaged.
-        ValueError: records are of different updates.
+        ValueError: the records are from different updates.
     """
     snapshot = Snapshot(path / RECORDS)
     layout, leaves = snapshot.layout, record_leaves(path)
@@ -195,11 +195,11 @@ def read_items(path: Folder, targets: dict[str, Tree | None]) -> dict[str, Tree]
 
     Args:
         path: path of the checkpoint.
-        targets: for each item arrays or ShapeDtypeStructs whose shardings say where the
+        targets: for each item, arrays or ShapeDtypeStructs whose shardings say where the
             leaves go (without one: the default device), or None for NumPy arrays.
 
     Raises:
-        ValueError: leaves are missing, extra, or of another shape or dtype; lists all.
+        ValueError: leaves are missing, extra, or of another shape or dtype; all are listed.
         DamagedCheckpoint: the arrays cannot be read, or are not what was saved.
     """
     records = record_leaves(path)
@@ -215,7 +215,7 @@ def read_items(path: Folder, targets: dict[str, Tree | None]) -> dict[str, Tree]
             else:
                 leaves = jax.tree.map(abstract, target)
             wanted |= named_leaves({item: leaves})
-        # A run with experts on a disk takes its records itself.
+        # A run with experts on a disk reads its records itself.
         records = {name: leaf for name, leaf in records.items() if name in wanted}
         require_same_leaves(wanted, arrays | records, f"checkpoint {path}")
         in_orbax = nested({name: leaf for name, leaf in wanted.items() if name in arrays})
@@ -231,7 +231,7 @@ def read_items(path: Folder, targets: dict[str, Tree | None]) -> dict[str, Tree]
 
 
 def _require_files_unchanged(path: Folder, items: Iterable[str]) -> None:
-    """Compares the files of items without lists of checksums: checkpoints of before."""
+    """Checks the files of items without lists of checksums, as in older checkpoints."""
     if bare := tuple(f"{item}/" for item in items if not list_names(path / item)):
         files = read_manifest(path, MANIFEST, "crc32")["files"]
         files = {name: entry for name, entry in files.items() if name.startswith(bare)}
@@ -239,10 +239,10 @@ def _require_files_unchanged(path: Folder, items: Iterable[str]) -> None:
 
 
 class StoredArray:
-    """An array of a checkpoint, or a part of one, which is read when NumPy asks for it.
+    """An array of a checkpoint, or a part of one, that is read when NumPy asks for it.
 
     Attributes:
-        place: the place in the order in which arrays are read at the lowest cost.
+        place: position in the order in which reading the arrays is cheapest.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype, place: tuple[int, ...], read):
@@ -253,7 +253,7 @@ class StoredArray:
         return StoredArray(self.shape[1:], self.dtype, place, lambda: self._read()[index])
 
     def __array__(self, dtype=None, copy=None) -> np.ndarray:
-        return np.asarray(self._read())  # not a number of NumPy's
+        return np.asarray(self._read())  # and not a NumPy scalar
 
 
 _TOGETHER_BYTES = 1 << 25  # small arrays are read together: each read opens the checkpoint
@@ -263,13 +263,13 @@ _TOGETHER_BYTES = 1 << 25  # small arrays are read together: each read opens the
 def stored_arrays(path: Folder, targets: dict[str, Any]) -> dict[str, StoredArray]:
     """All arrays of a checkpoint's parameters, by their names in its items.
 
-    What was read last is held: one array, or small ones that stand beside each other.
+    What was read last is kept: one array, or several small ones next to each other.
 
     Args:
         targets: ShapeDtypeStructs with shardings, of the shapes and dtypes that are stored.
 
     Raises:
-        ValueError: as `read_items`; `DamagedCheckpoint` also where an array is read.
+        ValueError: as for `read_items`; `DamagedCheckpoint` also when an array is read.
     """
     described, names = _described(path, ["params"]), list(targets)
     require_of_all(path, description_faults(path / "params", named_leaves(described["params"])))
@@ -298,7 +298,7 @@ def stored_arrays(path: Folder, targets: dict[str, Any]) -> dict[str, StoredArra
 
 @_of_what_stays
 def read_leaves(path: Folder, targets: dict[str, Any]) -> dict[str, jax.Array]:
-    """Some arrays of a checkpoint, by their names in its items, and nothing else of it.
+    """Reads some arrays of a checkpoint, by their names in its items, and nothing else.
 
     Args:
         targets: ShapeDtypeStructs with shardings, of the shapes and dtypes that are stored.
@@ -323,7 +323,7 @@ def read_leaves(path: Folder, targets: dict[str, Any]) -> dict[str, jax.Array]:
 
 
 def require_opens(path: Folder) -> None:
-    """Opens every array as `read_items` does, and reads one number of each.
+    """Opens every array as `read_items` does, and reads one number from each.
 
     Raises:
         DamagedCheckpoint: an array cannot be opened.
@@ -346,7 +346,7 @@ def _described(path: Folder, items: Iterable[str]) -> dict[str, Tree]:
         for item in items:
             base = kvstore(path / item)
             try:
-                # Orbax says less of an index that cannot be read, and once for every array.
+                # Orbax says less about an unreadable index, and says it once for every array.
                 store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
                 store.list().result()
                 metadata = reader.metadata(path / item).item_metadata
@@ -366,7 +366,7 @@ def _restored(reader, item: Folder, *target, **arguments) -> Tree:
 
 
 def _unreadable(item: Folder, error: Exception | str) -> Exception:
-    """Orbax raises what its storage does, or a device."""
+    """The error to raise, as Orbax raises whatever its storage or a device raises."""
     fault = f"its arrays of {item.name} cannot be read: {' '.join(str(error).split())[:300]}"
     if _is_no_damage(error):
         return OSError(
@@ -375,7 +375,7 @@ def _unreadable(item: Folder, error: Exception | str) -> Exception:
         )
     if jax.process_count() == 1:
         return DamagedCheckpoint(item.parent, fault)
-    # The other processes may have read theirs, and wait for this one.
+    # The other processes may have read their parts, and be waiting for this one.
     return ValueError(
         f"checkpoint {item.parent}: {fault}; `switchx checkpoint verify` says whether it is "
         "damaged. Move it away to go on from an older one"
@@ -405,11 +405,11 @@ def abstract(leaf) -> jax.ShapeDtypeStruct:
 
 
 def _on_host(leaf) -> np.ndarray:
-    return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)  # asks Orbax for NumPy
+    return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)  # asks Orbax for a NumPy array
 
 
 def require_same_leaves(expected: dict[str, Any], got: dict[str, Any], source: str) -> None:
-    """Raises one ValueError with every missing, extra and differently formed leaf."""
+    """Raises one ValueError that names every missing, extra and differently formed leaf."""
     names = sorted(expected.keys() | got.keys())
     pairs = [(name, _form(expected.get(name)), _form(got.get(name))) for name in names]
     problems = [
@@ -453,7 +453,7 @@ def decode_data_state(content: dict[str, Any]) -> Any:
 
 
 def read_data_states(path: Folder) -> list[Any]:
-    """The iterator states in a checkpoint, of each process that saved it.
+    """The iterator states in a checkpoint, one for each process that saved it.
 
     Raises:
         ValueError: a process' state is missing.
@@ -473,7 +473,7 @@ def read_data_states(path: Folder) -> list[Any]:
 def _data_content(file: Folder) -> dict[str, Any]:
     try:
         content = read_json_object(file)
-        claimed = content.pop("crc32", None)  # earlier versions had it in the manifest alone
+        claimed = content.pop("crc32", None)  # earlier versions had it only in the manifest
         is_same = claimed in (None, checksum_of(content, "crc32"))
         if not is_same or content.keys() not in ({"json"}, {"base64"}):
             raise ValueError

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies of the training state on the machines' own disks, for a run that ends between saves.
 
-Each process writes what its devices hold, a part that several of them hold once. No process
-waits for another and nothing crosses the network, so that a copy may be taken far more often
+Each process writes what its devices hold; a part that several of them hold is written once. No
+process waits for another and nothing crosses the network, so a copy can be taken far more often
 than a checkpoint. (The local tier of Gemini, Wang et al. 2023, SOSP, and of Orbax' emergency
-checkpoints.) A copy is of use where the same number of processes start again on the same
-machines: all must have one of the same step, whole, with what the mesh puts on their devices.
-Otherwise the checkpoint in the run folder is taken, as it would be without copies.
+checkpoints.) A copy is useful where the same number of processes start again on the same
+machines: all must have a whole copy of the same step, with what the mesh puts on their devices.
+Otherwise the checkpoint in the run folder is used, as it would be without copies.
 
     LOCAL_DIR/<run>/process_1_of_4/450/
       arrays.bin      the parts, in row-major order, one after another
@@ -49,12 +49,12 @@ logger = logging.getLogger(__name__)
 _ARRAYS, _MANIFEST, _CHECKSUM = "arrays.bin", "manifest.json", "crc32"
 _KEPT = 2
 
-# Start and stop in each dimension.
+# Start and stop of a part in each dimension.
 Bounds = tuple[tuple[int, int], ...]
 
 
 class LocalCopies:
-    """The copies of one run; where several processes train, all of them have one of these.
+    """The copies of one run; where several processes train, each has its own instance.
 
     Attributes:
         seconds: seconds that this process' last copy took; None before the first.
@@ -76,7 +76,7 @@ class LocalCopies:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             write_atomically(self._folder / "probe", b"written")
-            for partial in self._folder.glob(".*.partial"):  # of a process that was killed
+            for partial in self._folder.glob(".*.partial"):  # left by a process that was killed
                 shutil.rmtree(partial)
         except OSError as error:
             raise ValueError(
@@ -91,8 +91,8 @@ class LocalCopies:
     def save(self, step: int, state: Tree, data_state: Any) -> None:
         """Copies the state to the host, and writes it in the background.
 
-        The state may be donated as soon as this returns. Waits for the copy before. A copy that
-        cannot be written is a warning: the run's checkpoints do not need it.
+        The state may be donated as soon as this returns. It waits for the previous copy. If a
+        copy cannot be written, that is a warning: the run's checkpoints do not need it.
         """
         self.wait()
         begun, arrays = time.monotonic(), _on_host(state)
@@ -100,16 +100,16 @@ class LocalCopies:
         self._writing = self._pool.submit(self._write, step, arrays, header, begun)
 
     def wait(self) -> None:
-        """Returns when the copy that is being written is on the disk, or could not be."""
+        """Returns when the copy being written is on the disk, or could not be written."""
         writing, self._writing = self._writing, None
         try:
             if writing is not None:
                 writing.result()
-        except (OSError, ValueError) as error:  # of `new_folder`, whose parent cannot be made
+        except (OSError, ValueError) as error:  # from `new_folder`, whose parent cannot be made
             logger.warning("no local copy of the state in %s: %s", self._folder, error)
 
     def newest(self, like: Tree) -> int | None:
-        """The newest step of which each process has a copy that is whole and fits.
+        """The newest step of which every process has a whole copy that fits, or None.
 
         Args:
             like: arrays or ShapeDtypeStructs with the shardings of a state.
@@ -126,10 +126,10 @@ class LocalCopies:
         return max(set.intersection(*map(set, of_all)), default=None)
 
     def restore(self, step: int, like: Tree) -> tuple[Tree, list]:
-        """The state of a step, and the states of the data iterators of all processes.
+        """Restores the state of a step, and the data iterators' states of all processes.
 
         Raises:
-            DamagedCheckpoint: values are not what was written, here or in another process.
+            DamagedCheckpoint: values differ from those written, here or in another process.
         """
         folder, like = self._folder / str(step), jax.tree.map(abstract, like)
         content = read_manifest(folder, _MANIFEST, _CHECKSUM)
@@ -148,12 +148,12 @@ class LocalCopies:
         return jax.tree.unflatten(jax.tree.structure(like), leaves), states
 
     def forget(self, is_gone: Callable[[int], bool]) -> None:
-        """Deletes the copies of the steps for which this is true."""
+        """Deletes the copies of the steps for which `is_gone` is true."""
         for step in filter(is_gone, self._steps()):
             shutil.rmtree(self._folder / str(step), ignore_errors=True)
 
     def close(self) -> None:
-        """Waits for the copy that is being written and ends the thread."""
+        """Waits for the copy being written and ends the thread."""
         self.wait()
         self._pool.shutdown()
 
@@ -163,7 +163,7 @@ class LocalCopies:
         )
 
     def _fault(self, step: int, like: Tree) -> str | None:
-        """Why the copy of a step is of no use, or None; reads no array."""
+        """Why the copy of a step cannot be used, or None if it can; reads no array."""
         folder = self._folder / str(step)
         try:
             content = read_manifest(folder, _MANIFEST, _CHECKSUM)
@@ -205,9 +205,9 @@ class LocalCopies:
 
 
 def renew_identity(run: RunFolder) -> None:
-    """Gives a run that begins again another identity: earlier copies are none of its.
+    """Gives a run that begins again a new identity: earlier copies do not belong to it.
 
-    It is written anew and not deleted, as a store keeps what is deleted in the mirror.
+    It is overwritten and not deleted, as a store keeps files that are deleted in the mirror.
     """
     if jax.process_index() == 0 and run.identity.exists():
         _write_identity(run)
@@ -218,7 +218,7 @@ def _write_identity(run: RunFolder) -> None:
 
 
 def _identity(run: RunFolder) -> str:
-    """The run's identity, which process 0 writes where there is none; of all processes."""
+    """The run's identity, the same in all processes; process 0 writes it if there is none."""
     words = np.zeros(16, np.uint8)
     if jax.process_index() == 0:
         if not run.identity.exists():
@@ -236,7 +236,7 @@ def _on_host(state: Tree) -> dict[str, list[tuple[Bounds, np.ndarray]]]:
             held[name].setdefault(bounds_of(shard.index, leaf.shape), shard.data)
         for data in held[name].values():
             data.copy_to_host_async()
-    # Copies, as `np.asarray` of an array on a CPU is its memory, which is donated.
+    # Copies, as `np.asarray` of an array on a CPU shares its memory, which is donated.
     return {
         name: [(bounds, np.array(data)) for bounds, data in parts.items()]
         for name, parts in held.items()
@@ -250,7 +250,7 @@ def _wanted(leaf) -> set[Bounds]:
 
 
 def _key(bounds: list[list[int]]) -> Bounds:
-    """Bounds as JSON has them."""
+    """Converts bounds from their form in JSON."""
     return tuple((first, last) for first, last in bounds)
 
 
@@ -262,9 +262,9 @@ def _read(file: BinaryIO, offset: int, bounds: Bounds, dtype) -> np.ndarray:
 
 
 def _placed(leaf, parts: dict[Bounds, np.ndarray]) -> jax.Array:
-    """An array of what its devices hold.
+    """Builds an array from the parts that its devices hold.
 
-    Of a copy for each device: on a CPU an array may be the memory that it was made of, and
+    Each device gets a copy: on a CPU an array may share the memory that it was made from, and
     training then writes there.
     """
     sharding = leaf.sharding

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint says of itself: its step, its score, and which files there are.
+"""A checkpoint's description of itself: its step, its score and its files.
 
-`manifest.json` is written last, by process 0, of what every process listed (parts.py). A
-checkpoint without one, or whose files are not those of it, is not whole.
+`manifest.json` is written last, by process 0, from what every process listed (parts.py). A
+checkpoint that has none, or whose files are not those listed in it, is not whole.
 """
 
 import dataclasses
@@ -20,10 +20,10 @@ from switchx.storage.snapshot import Snapshot
 
 # Orbax changes these after the manifest is written; nothing is read from them.
 _COMMIT_FILES = ("_CHECKPOINT_METADATA", "commit_success.txt")
-# Bytes up to which a file without numbers of arrays, such as a description of Orbax', has a
-# checksum and is read before the arrays are: by what resumes and by what verifies alike.
+# Most bytes of a file without numbers of arrays, such as one of Orbax' descriptions, that has a
+# checksum and is read before the arrays are, both when resuming and when verifying.
 _SMALL_BYTES = 1 << 20
-_OF_NUMBERS = "/d/"  # of Orbax' storage
+_OF_NUMBERS = "/d/"  # in the paths of Orbax' storage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,11 +34,11 @@ class Manifest:
         step: number of training steps.
         score: score that keep-best compares, higher is better; None without an evaluation.
         metrics: the evaluation's numbers.
-        metric, mode: name of the number that the score is of, and whether `max` or `min` is
-            best; None in checkpoints of before.
-        files: path below the checkpoint -> bytes and CRC-32. None for the CRC-32 where that of
-            the arrays' values is in a list (parts.py), and in checkpoints of before of
-            Orbax' own descriptions.
+        metric, mode: name of the number that gives the score, and whether `max` or `min` is
+            best; None in older checkpoints.
+        files: path below the checkpoint -> bytes and CRC-32. The CRC-32 is None where that of
+            the arrays' values is in a list (parts.py), and in older checkpoints for Orbax' own
+            descriptions.
     """
 
     step: int
@@ -50,15 +50,15 @@ class Manifest:
 
 
 def scores_by(metric: str, mode: str, manifests: Iterable[Manifest]) -> dict[int, float]:
-    """Finite scores of checkpoints by step, higher is better, all of one metric."""
+    """Finite scores of checkpoints by step, higher is better, all by the same metric."""
     sign = 1 if mode == "max" else -1
     numbers = {each.step: each.metrics.get(metric, math.nan) for each in manifests}
     return {step: sign * number for step, number in numbers.items() if math.isfinite(number)}
 
 
 def scores_of(manifests: Iterable[Manifest]) -> dict[int, float]:
-    """Scores of a run's checkpoints by step, by the metric of the newest one that has a score:
-    a run may have gone on with another `Retention.best_metric`."""
+    """Scores of a run's checkpoints by step, in the metric of the newest one that has a score:
+    a run may have been continued with another `Retention.best_metric`."""
     manifests = sorted(manifests, key=lambda each: each.step)
     newest = next((each for each in manifests[::-1] if each.score is not None), None)
     if newest is not None and newest.metric is not None:
@@ -67,10 +67,10 @@ def scores_of(manifests: Iterable[Manifest]) -> dict[int, float]:
 
 
 def numbers_of(metrics: dict[str, Any]) -> dict[str, float]:
-    """An evaluation's numbers by name, as a checkpoint has them and keep-best names them.
+    """An evaluation's numbers by name, as checkpoints store them and keep-best names them.
 
-    Names of `tasks` are `tasks/NAME/accuracy`; numbers of generated texts are named by task and
-    metric alone, `glue_cola/matthews_corrcoef`. Lists (by layer) have no number; None, a number
+    Numbers of `tasks` are named `tasks/NAME/accuracy`, those of generated texts by task and
+    metric alone, `glue_cola/matthews_corrcoef`. Lists (by layer) are left out; None, a number
     that could not be computed, becomes NaN.
     """
     numbers = {}
@@ -86,7 +86,7 @@ def numbers_of(metrics: dict[str, Any]) -> dict[str, float]:
 
 
 def write_manifest(folder: Folder, manifest: Manifest) -> None:
-    """Joins what the processes listed, and names and sizes of the files that none has listed.
+    """Joins the processes' lists with names and sizes of the files that no process listed.
 
     These files are flushed to the disk, as the processes did with their own. Only the lists are
     read.
@@ -139,8 +139,8 @@ def read_manifest(folder: Folder) -> Manifest:
 
 
 def damages(folder: Folder, *, must_be_read: bool = False) -> Iterator[str]:
-    """What is wrong with the files of a checkpoint, a clause each: whether they are there in
-    their sizes, and the small ones as they were, but those of experts."""
+    """Yields faults of a checkpoint's files, a clause each: files that are missing or have the
+    wrong size, and small ones, except experts', whose contents have changed."""
     try:
         files = read_manifest(folder).files
     except (ValueError, OSError) as error:
@@ -161,9 +161,9 @@ def _is_small(name: str, entry) -> bool:
 
 
 def find_damage(folder: Folder) -> str | None:
-    """The first thing wrong with a checkpoint, or None when it is whole.
+    """The first fault of a checkpoint, or None if it is whole.
 
     Raises:
-        OSError: it cannot be read now, which says nothing of it.
+        OSError: it cannot be read now, which says nothing about whether it is damaged.
     """
     return next(damages(folder, must_be_read=True), None)

@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checksums of a checkpoint's arrays: taken in memory as they are written, compared when read.
 
-A save. Orbax has each process write a part of each array: the shards of its devices, and of
-a large shard that several devices hold, an equal slice of each. The process takes the CRC-32
+Saving: Orbax has each process write a part of each array: the shards of its devices, or where
+several devices hold a large shard, an equal slice for each. The process takes the CRC-32
 of these parts from the copies in its memory, in threads beside the writing, so that no byte is
-read again. When its files are written and flushed it writes one list an item,
+read again. When its files are written and flushed it writes one list per item,
 `checksums/process_1_of_4.json`: index and CRC-32 of its parts, names and sizes of its files,
 the list's own CRC-32. Process 0 then joins names and sizes and the CRC-32 of each list into
 `manifest.json` (manifest.py) and renames the folder. A process that dies before that leaves a
 folder with a temporary name, which nothing reads.
 
-A restore. Process 0 compares names and sizes. What each process has read is compared with all
-parts that one of its devices holds whole: everything on the mesh that saved it, or on fewer
-devices, and what is not cut further on more. Orbax' index has checksums of its own (OCDBT), and
-a chunk that is missing is an error, not zeros.
+Restoring: process 0 compares names and sizes. Each process compares what it has read with all
+parts that one of its devices holds whole: everything on the mesh that saved it or on fewer
+devices, and on more devices whatever is not cut further. Orbax' index has its own checksums
+(OCDBT), and a missing chunk is an error, not zeros.
 
 `switchx checkpoint verify` reads every part back from the disk, each process its share
-(verify.py). A CRC-32 of values finds what one of files finds, and what goes wrong between the
-devices' memory and the disk too. It says nothing of Orbax' descriptions of arrays, which are
-compared with the lists by shape and dtype, and at the end opens all arrays as a restore does.
-Checkpoints of before have a CRC-32 of every file and no lists: both read their files.
+(verify.py). A CRC-32 of values finds what one of files finds, and also what goes wrong between
+the devices' memory and the disk. It does not cover Orbax' descriptions of arrays, so these are
+compared with the lists by shape and dtype; at the end all arrays are opened as in a restore.
+Older checkpoints have a CRC-32 of every file and no lists: for them, both read the files.
 """
 
 import concurrent.futures
@@ -43,20 +43,20 @@ from switchx.object_store import Folder, as_folder, files_in
 from switchx.tree import named_leaves
 from switchx.whole_folders import checksum_of, flush, read_manifest
 
-MANIFEST = "manifest.json"  # of a checkpoint, see manifest.py
+MANIFEST = "manifest.json"  # the file of a checkpoint, see manifest.py
 LISTS = "checksums"  # the folder of the lists in an item
 _LIST_CHECKSUM = "crc32"
-# The fewest of a slice of a shard that several devices hold: each one is a program to compile,
-# and what is smaller is written whole, sooner than that.
+# Least size of a slice of a shard that several devices hold: each slice is a program
+# to compile, and anything smaller is written whole in less time than that takes.
 LEAST_SLICE_BYTES = 1 << 20
-# zlib computes without the lock of the interpreter, 1 to 7 GB/s a thread.
+# zlib releases the interpreter's lock while it computes, 1 to 7 GB/s per thread.
 _NUM_THREADS = min(8, os.cpu_count() or 1)
 
 Index = tuple[slice, ...]
 
 
 class DamagedCheckpoint(ValueError):
-    """Read arrays differ from the saved ones; all processes that read together raise this.
+    """Arrays read differ from those saved; all processes that read together raise this.
 
     Attributes:
         fault: a clause that begins with "its".
@@ -71,15 +71,15 @@ class DamagedCheckpoint(ValueError):
 
 
 def crc32_of(array: np.ndarray) -> int:
-    """CRC-32 of the values, in row-major order."""
+    """CRC-32 of an array's values, in row-major order."""
     checksum = zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
     release(array)
     return checksum
 
 
 def release(array: np.ndarray) -> None:
-    """Gives the memory of an array that is mapped from a file back; a later use reads it again
-    from there. Others stay as they are."""
+    """Gives back the memory of an array that is mapped from a file; a later use reads the file
+    again. Other arrays stay as they are."""
     base = array
     while isinstance(base, np.ndarray):
         base = base.base
@@ -88,8 +88,8 @@ def release(array: np.ndarray) -> None:
 
 
 class OneByOne(ocp.type_handlers.NumpyHandler):
-    """Orbax' handler of NumPy arrays that do not change: they are written one after the other,
-    where Orbax copies all of them, and has the files of all in memory."""
+    """Orbax' handler for NumPy arrays that do not change: it writes them one after the other,
+    where Orbax itself copies all arrays and holds all their files in memory."""
 
     def __init__(self):
         super().__init__(deepcopy_host_arrays=False)
@@ -104,9 +104,9 @@ class OneByOne(ocp.type_handlers.NumpyHandler):
 
 
 def own_parts(leaf: jax.Array | np.ndarray) -> list[tuple[Index, Any]]:
-    """The parts of one array that this process writes, on the device that has them.
+    """The parts of one array that this process writes, each on the device that has it.
 
-    Together the processes have every element once. A random key is its words.
+    Together the processes have every element once. A random key is treated as its words.
     """
     if not isinstance(leaf, jax.Array):
         whole = tuple(slice(0, size) for size in leaf.shape)
@@ -141,25 +141,25 @@ def bounds_of(index: Index, shape: tuple[int, ...]) -> tuple[tuple[int, int], ..
 
 
 def _rows(shard, axis: int, rows: slice) -> jax.Array | np.ndarray:
-    if shard.data.sharding.memory_kind == "pinned_host":  # whose layouts XLA slices badly
+    if shard.data.sharding.memory_kind == "pinned_host":  # XLA slices its layouts badly
         return np.asarray(shard.data)[(slice(None),) * axis + (rows,)]
-    # The array is of one device, which must not meet the mesh that is set around the caller.
+    # The array is on one device, and must not be mixed with the mesh set around the caller.
     (device,) = shard.data.devices()
     with jax.set_mesh(jax.sharding.Mesh(np.array([device]), ("one",))):
         return jax.lax.slice_in_dim(shard.data, rows.start, rows.stop, axis=axis)
 
 
 class ChecksummedArrays(ocp.handlers.StandardCheckpointHandler):
-    """Orbax' handler of an item of arrays, which also writes this process' list of checksums.
+    """Orbax' handler for an item of arrays that also writes this process' list of checksums.
 
     Attributes:
         hashed_bytes: bytes of the parts that were hashed, in all saves of this process.
-        written_bytes: bytes of the files that were written in these saves; process 0 writes the
-            joint index besides.
+        written_bytes: bytes of the files that were written in these saves; process 0 also
+            writes the joint index.
     """
 
     def __init__(self, numpy: ocp.type_handlers.NumpyHandler | None = None):
-        """Writes NumPy arrays by a handler of their own, or as Orbax does."""
+        """Writes NumPy arrays with the given handler, or as Orbax does."""
         super().__init__()
         arrays = ocp.type_handlers.ArrayHandler(
             min_slice_bytes_for_replica_parallel=LEAST_SLICE_BYTES,
@@ -170,20 +170,20 @@ class ChecksummedArrays(ocp.handlers.StandardCheckpointHandler):
         )
         self._impl = ocp.handlers.PyTreeCheckpointHandler(type_handler_registry=registry)
         self.hashed_bytes = self.written_bytes = 0
-        # One array after the other, where they are written so.
+        # One array at a time, where they are written one at a time.
         threads = _NUM_THREADS if numpy is None else 1
         self._pool = concurrent.futures.ThreadPoolExecutor(threads)
         self._lists = concurrent.futures.ThreadPoolExecutor()
-        self._writing: list[concurrent.futures.Future] = []  # a list of each item
+        self._writing: list[concurrent.futures.Future] = []  # one list for each item
 
     async def async_save(self, directory, item=None, save_args=None, args=None):
-        """Saves as the parent does; one more future ends when the list is on the disk."""
+        """Saves as the parent does; one more future is done when the list is on the disk."""
         leaves = named_leaves(args.item)
         parts = {name: own_parts(leaf) for name, leaf in leaves.items()}
         for _, data in (each for own in parts.values() for each in own):
             if isinstance(data, jax.Array):
                 data.copy_to_host_async()
-        # JAX keeps the copy of a shard with it, and Orbax takes the same.
+        # JAX keeps the host copy of a shard with it, and Orbax uses the same copy.
         on_host = {
             name: [(index, np.asarray(data)) for index, data in own]
             for name, own in parts.items()
@@ -205,13 +205,13 @@ class ChecksummedArrays(ocp.handlers.StandardCheckpointHandler):
         return [*commits, writing]
 
     def has_failed(self) -> bool:
-        """Whether it is known by now that this process cannot write its part of a save."""
+        """Whether it is already known that this process cannot write its part of a save."""
         return any(each.done() and each.exception() for each in self._writing)
 
     def wait(self, seconds: float) -> None:
-        """Returns when this process has written its part; raises what kept it from that.
+        """Returns when this process has written its part; raises the error that prevented it.
 
-        Orbax would tell only after a barrier that the other processes do not reach.
+        Orbax would report it only after a barrier that the other processes do not reach.
 
         Raises:
             TimeoutError: writing takes longer.
@@ -259,7 +259,7 @@ def _stored(leaf):
 @ocp.args.register_with_handler(ChecksummedArrays, for_save=True, for_restore=True)
 @dataclasses.dataclass
 class SaveArrays(ocp.args.StandardSave):
-    """An item of arrays, for Orbax to know that `ChecksummedArrays` saves it."""
+    """An item of arrays, which tells Orbax that `ChecksummedArrays` saves it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,7 +267,7 @@ class ListedArray:
     """The entries of all processes' lists for one array.
 
     Attributes:
-        parts: their start and stop in each dimension, with the CRC-32.
+        parts: start and stop of each part in each dimension, with its CRC-32.
     """
 
     shape: tuple[int, ...]
@@ -276,12 +276,12 @@ class ListedArray:
 
     @property
     def num_listed(self) -> int:
-        """Elements in parts."""
+        """Number of elements in all listed parts."""
         return sum(math.prod(at.stop - at.start for at in index) for index, _ in self.parts)
 
 
 def read_lists(item: Folder) -> tuple[dict[str, ListedArray], dict[str, int]]:
-    """Arrays by name, and sizes of files by their names in the item.
+    """Reads arrays by name, and sizes of files by their names in the item.
 
     Both are empty for an item that was saved without lists.
 
@@ -334,7 +334,7 @@ def list_names(item: Folder) -> list[str]:
     """Names of the lists that an item has.
 
     Raises:
-        DamagedCheckpoint: the list of a process is missing.
+        DamagedCheckpoint: a process' list is missing.
     """
     found = {path.name for path in (item / LISTS).glob("process_*_of_*.json")}
     if not found:
@@ -351,14 +351,14 @@ def list_names(item: Folder) -> list[str]:
 
 
 def require_unchanged(path: Folder, item: str, leaves: dict[str, Any]) -> None:
-    """Compares arrays that were read with the checksums of the parts that this process holds.
+    """Checks arrays that were read against the checksums of the parts that this process holds.
 
     Where several processes run, all of them call this. A part that several devices hold is
     compared by one of them.
 
     Args:
         path: path of the checkpoint.
-        leaves: arrays of one item by their names in it, as they are stored.
+        leaves: arrays of one item, by their names in it and as they are stored.
 
     Raises:
         DamagedCheckpoint: some arrays differ, here or in another process.
@@ -379,7 +379,7 @@ def require_unchanged(path: Folder, item: str, leaves: dict[str, Any]) -> None:
 
 
 def _held(leaf, parts: list[tuple[Index, int]]) -> Iterator[tuple[np.ndarray, int]]:
-    """The parts that a shard of this process has whole, and their checksums."""
+    """The parts that are whole in one of this process' shards, and their checksums."""
     if isinstance(leaf, jax.Array):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
@@ -409,7 +409,7 @@ def _held(leaf, parts: list[tuple[Index, int]]) -> Iterator[tuple[np.ndarray, in
 
 
 def require_of_all(path: Folder, faults: list[str]) -> None:
-    """Raises DamagedCheckpoint in every process if one has faults."""
+    """Raises DamagedCheckpoint in every process if any process has faults."""
     total = len(faults)
     if jax.process_count() > 1:
         total = int(np.sum(multihost_utils.process_allgather(np.int32(len(faults)))))
@@ -419,7 +419,7 @@ def require_of_all(path: Folder, faults: list[str]) -> None:
 
 
 def gathered(values: list) -> list:
-    """The JSON values of all processes, in their order."""
+    """The JSON values of all processes, in the order of the processes."""
     if jax.process_count() == 1:
         return values
     data = np.frombuffer(json.dumps(values).encode(), np.uint8)

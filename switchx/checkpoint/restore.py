@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading checkpoints: which one is complete, its parameters, its items on any mesh.
+"""Reading checkpoints: finding complete ones, their parameters, and items on any mesh.
 
 Nothing here changes the folder. Where several processes run, all of them call each function.
 """
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 def checkpoint_paths(checkpoints: Folder) -> list[Folder]:
-    """`<checkpoints>/<step>`, the newest first; complete or not."""
+    """The paths `<checkpoints>/<step>`, newest first, complete or not."""
     if not checkpoints.is_dir():
         return []
     steps = (path for path in checkpoints.iterdir() if path.name.isdecimal())
@@ -52,10 +52,10 @@ def warn_skipped(path: Folder, damage: str) -> None:
 def first_complete(
     paths: Iterable[Folder], report: Callable[[Folder, str], None] = warn_skipped
 ) -> int | None:
-    """Step of the first checkpoint whose files are there in their sizes; none is read.
+    """Step of the first checkpoint whose files exist in the right sizes; no array is read.
 
     Args:
-        report: called with each damaged one on the way, and what is wrong with it.
+        report: called with each damaged checkpoint on the way, and what is wrong with it.
     """
     step = -1
     if jax.process_index() == 0:
@@ -70,7 +70,7 @@ def first_complete(
 
 
 def complete_steps(run: RunFolder) -> list[int]:
-    """The steps of all complete checkpoints, ascending."""
+    """The steps of all complete checkpoints, in ascending order."""
     paths = checkpoint_paths(run.checkpoints)[::-1]
     return [int(path.name) for path in paths if first_complete([path]) is not None]
 
@@ -79,7 +79,7 @@ def choose_step(run: RunFolder, step: int | Literal["best"] | None = None) -> in
     """The complete checkpoint meant by `step`: that one, the best, or the newest (None).
 
     Raises:
-        ValueError: there is none; says what was found and how to make one.
+        ValueError: there is none; the message says what was found and how to make one.
     """
     paths = checkpoint_paths(run.checkpoints)
     if step == "best":
@@ -102,7 +102,8 @@ def choose_step(run: RunFolder, step: int | Literal["best"] | None = None) -> in
 
 
 def _scores(paths: Sequence[Folder]) -> dict[int, float]:
-    """Scores by step; the best where a manifest cannot be read: it is reported as damaged."""
+    """Scores by step. A checkpoint with an unreadable manifest scores best, so that it is
+    reported as damaged."""
     manifests, damaged = [], {}
     for path in paths:
         try:
@@ -119,24 +120,24 @@ def restore_params(
     *,
     model: ModelConfig | None = None,
 ) -> Tree:
-    """Restores the parameters alone; the optimizer need not be known.
+    """Restores only the parameters; the optimizer need not be known.
 
-    Of a run of adapters they are the base's with the adapters merged into them.
+    For an adapter run they are the base's, with the adapters merged into them.
 
     Args:
         run: the run folder.
         step: step of the checkpoint; None is the newest complete one, "best" the one with the
             best score.
         target: abstract parameters with shardings: every device reads its part, and no
-            process holds more of them. None gives NumPy arrays; copy those with `jnp.array`:
-            `jax.device_put` may alias their memory on CPU.
-        model: configuration of the model whose parameters `target` are, where its layers may
-            be scanned and the checkpoint's unrolled, or the other way round. None where the
-            layouts are the same.
+            process holds more than its devices' parts. None gives NumPy arrays; copy them with
+            `jnp.array`: `jax.device_put` may alias their memory on CPU.
+        model: configuration of the model that `target` belongs to, where its layers may be
+            scanned and the checkpoint's unrolled, or vice versa; None where the layouts are
+            the same.
 
     Raises:
         ValueError: there is no such checkpoint, or it does not fit `target`; the message lists
-            all differences. The base of adapters is not there, or is another one.
+            all differences. Or the adapters' base is missing, or is a different one.
     """
     folder = RunFolder(run)
     path = folder.checkpoints / str(choose_step(folder, step))
@@ -153,7 +154,7 @@ def merged_with_base(
     model: ModelConfig | None,
     item: str = "params",
 ) -> Tree:
-    """The base of a run of adapters with those of a checkpoint, as `restore_params` has them.
+    """An adapter run's base merged with a checkpoint's adapters, as for `restore_params`.
 
     Args:
         path: the checkpoint.
@@ -170,15 +171,15 @@ def merged_with_base(
 def stored_params(
     run: str | os.PathLike, step: int | Literal["best"] | None, model: ModelConfig
 ) -> tuple[ModelConfig, Tree]:
-    """The parameters of a checkpoint as arrays that are read one by one, for `np.asarray`.
+    """A checkpoint's parameters as arrays that are read one by one, by `np.asarray`.
 
-    Those of a run of adapters are merged, in memory.
+    For an adapter run they are merged, in memory.
 
     Returns:
-        The model with its layers as they are stored, scanned or unrolled, and the parameters.
+        The model, with its layers as they are stored, scanned or unrolled, and the parameters.
 
     Raises:
-        ValueError: as `restore_params`; a damaged array is found as it is read.
+        ValueError: as for `restore_params`; a damaged array is found when it is read.
     """
     folder = RunFolder(run)
     with jax.default_device(cpu_device()):
@@ -192,10 +193,10 @@ def stored_params(
 
 
 def require_base(run: RunFolder, record: AdapterRecord) -> None:
-    """Checks that the base of a run of adapters is the one that they were trained beside.
+    """Checks that the base of an adapter run is the one that the adapters were trained with.
 
     Raises:
-        ValueError: it is not there, or is another one.
+        ValueError: it is missing, or is a different one.
     """
     spec, base = record.spec, RunFolder(record.spec.base)
     way_out = f"put it back, or write the folder of a copy into {run.adapter} as its base"
@@ -213,7 +214,7 @@ def require_base(run: RunFolder, record: AdapterRecord) -> None:
 
 
 def _in_layout_of(adapters: Tree, model: ModelConfig, spec: LoRASpec) -> Tree:
-    """NumPy adapters with layers stacked or unrolled as those of the model are."""
+    """NumPy adapters with layers stacked or unrolled like the model's."""
     wanted = abstract_adapters(abstract_params(model), spec)
     if _shapes(adapters) == _shapes(wanted):
         return adapters
@@ -228,19 +229,19 @@ def restore_items(
     model: ModelConfig | None,
     spec: LoRASpec | None = None,
 ) -> dict[str, Tree]:
-    """Items of a checkpoint as arrays of `model`, on any mesh and in its layout of layers.
+    """Reads a checkpoint's items as arrays of `model`, on any mesh and in its layer layout.
 
-    Layers that were saved in the other layout, scanned or unrolled, are read as they are
-    stored, each device its part, and cut or stacked there, one array at a time.
+    Layers saved in the other layout, scanned or unrolled, are read as they are stored, each
+    device reading its part, and cut or stacked there, one array at a time.
 
     Args:
         targets: nested dictionaries of ShapeDtypeStructs with shardings, by item; see
             `read_items`.
         model: configuration of the model; None reads the layers as they are stored.
-        spec: the adapters that stand in the place of the parameters.
+        spec: the adapters that are stored in place of the parameters.
 
     Raises:
-        ValueError: leaves are missing, extra, or of another shape or dtype; lists all.
+        ValueError: leaves are missing, extra, or of another shape or dtype; all are listed.
     """
     if model is None or stored_model(path, model, spec) == model:
         return read_items(path, targets)
@@ -255,9 +256,9 @@ def restore_items(
 
 
 def stored_model(path: Folder, model: ModelConfig, spec: LoRASpec | None = None) -> ModelConfig:
-    """The model with its layers as a checkpoint has them, or its adapters, scanned or unrolled.
+    """The model with its layers scanned or unrolled, as a checkpoint has them or its adapters.
 
-    The model itself where the checkpoint is of neither.
+    It is the model itself where the checkpoint fits neither.
     """
     if not model.can_be_scanned:
         return model
@@ -273,7 +274,7 @@ def _shapes(params: Tree) -> dict[str, tuple[int, ...]]:
 
 @dataclasses.dataclass(frozen=True)
 class _Repeats:
-    """One parameter in the repeats of a scanned layer: N arrays or structs."""
+    """One parameter in all repeats of a scanned layer: N arrays or structs."""
 
     layers: Sequence[jax.Array | jax.ShapeDtypeStruct]
 
@@ -287,7 +288,7 @@ class _Repeats:
 
 @dataclasses.dataclass(frozen=True)
 class _StackedStruct:
-    """A ShapeDtypeStruct of N stacked layers, of which one can be taken, whole or in parts."""
+    """A ShapeDtypeStruct of N stacked layers, from which single layers can be taken."""
 
     struct: jax.ShapeDtypeStruct
 
@@ -303,7 +304,7 @@ class _StackedStruct:
 
 
 def _stacked_struct(leaf) -> jax.ShapeDtypeStruct:
-    """The struct of all repeats together, every device with its part of each of them."""
+    """The struct of all repeats together; every device has its part of each of them."""
     if not isinstance(leaf, _Repeats):
         return leaf
     one = leaf[0]
@@ -317,7 +318,7 @@ def _stack(leaf, target: jax.ShapeDtypeStruct) -> jax.Array:
     if not isinstance(leaf, _Repeats):
         return leaf
     if isinstance(target.sharding, SingleDeviceSharding):
-        # The host's, which programs of a mesh of several devices do not compute with.
+        # The host's arrays, with which programs on a mesh of several devices cannot compute.
         stacked = jax.device_put(np.stack(leaf.layers), target.sharding)
     else:
         stacked = jax.jit(jnp.stack, out_shardings=target.sharding)(leaf.layers)
@@ -336,9 +337,9 @@ def _cut(target, array: jax.Array) -> jax.Array | _Repeats:
 
 
 def checkpoint_fingerprint(run: RunFolder, step: int, vocabulary: Vocabulary | None) -> str:
-    """SHA-256 of what a checkpoint's model is: its manifest, configuration and vocabulary.
+    """SHA-256 that identifies a checkpoint's model: of its manifest, configuration, vocabulary.
 
-    No parameter is read: the manifest has their checksums.
+    No parameter is read: the manifest has the parameters' checksums.
     """
     parts = [
         (run.checkpoints / str(step) / MANIFEST).read_bytes(),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which checkpoints are kept, what becomes of others, what a save may take and takes."""
+"""Which checkpoints are kept, what happens to the others, and what saves may and do cost."""
 
 import contextlib
 import dataclasses
@@ -29,7 +29,7 @@ from switchx.object_store import Folder, is_address, remove
 logger = logging.getLogger(__name__)
 
 UNFINISHED = ocp.path.atomicity.TMP_DIR_SUFFIX  # `<step>` + this, while it is being written
-# `<step>` + these, once set aside: what was saved and is not whole; a save that was cut short.
+# `<step>` + these, once set aside: saved but not whole; left by a save that was cut short.
 DAMAGED, _CUT_SHORT = "*.damaged-*", "*.unfinished-*"
 SET_ASIDE = f"{DAMAGED} and {_CUT_SHORT}"
 MIB = 1 << 20
@@ -46,18 +46,18 @@ class Retention:
         keep_period: checkpoints whose step is a multiple of this are kept for good; None keeps
             none of them.
         best_metric: the metric that is compared. A task's metric of generated texts is
-            `TASK/METRIC`, as `glue_cola/matthews_corrcoef`.
-        best_mode: whether the smallest or the largest value is best. None: the smallest for
-            cross-entropies and shares of dropped tokens, the largest for all others.
-        local_dir: folder on a disk of each machine for copies of the state, which a run resumes
-            from where they are newer than its checkpoints (local_copies.py). None: no copies.
+            `TASK/METRIC`, such as `glue_cola/matthews_corrcoef`.
+        best_mode: whether the smallest or the largest value is best; None takes the smallest
+            for cross-entropies and shares of dropped tokens, the largest for all others.
+        local_dir: folder on a disk of each machine for copies of the state, from which a run
+            resumes where they are newer than its checkpoints (local_copies.py); None for none.
         local_every: steps between two copies.
         grace_s: seconds from SIGTERM or Ctrl-C until the system kills the process: Slurm's
-            `KillWait`, Kubernetes' `terminationGracePeriodSeconds`, 30 of a spot machine of
-            Google Cloud. A save that would take longer, judged by earlier ones, is not begun.
+            `KillWait`, Kubernetes' `terminationGracePeriodSeconds`, 30 on a Google Cloud spot
+            machine. A save that would take longer, judging by earlier ones, is not begun.
             None begins every save.
-        save_deadline_s: seconds that the writing of one checkpoint may take, until it is an
-            error. A day is 73 MB/s for the 6.3 TB of a state of 1.6 trillion parameters
+        save_deadline_s: seconds that writing one checkpoint may take before it is an error.
+            A day means 73 MB/s for the 6.3 TB of a state of 1.6 trillion parameters
             (Switch-C), however many processes write. The loss of a process is noticed
             without this deadline.
     """
@@ -83,7 +83,7 @@ class Retention:
         """`best_metric`, signed so that higher is better.
 
         Returns:
-            None without metrics, or when the metric is not finite.
+            The score; None without metrics, or when the metric is not finite.
 
         Raises:
             ValueError: there are metrics, but not this one.
@@ -103,14 +103,14 @@ class Retention:
 
     @property
     def mode(self) -> str:
-        """`best_mode`, or what it is by default."""
+        """`best_mode`, or its default for the metric."""
         is_cost = self.best_metric.rpartition("/")[2] in COSTS
         return self.best_mode or ("min" if is_cost else "max")
 
 
 @dataclasses.dataclass
 class Preservation:
-    """A retention as Orbax asks for it; `scores` by step may grow."""
+    """A retention in the form that Orbax asks for; `scores`, by step, may grow."""
 
     retention: Retention
     scores: dict[int, float]
@@ -122,7 +122,7 @@ class Preservation:
         return [info.step in kept for info in checkpoints]
 
     def kept(self, steps: Sequence[int]) -> set[int]:
-        """The steps that stay."""
+        """The steps among these whose checkpoints are kept."""
         scored = filter(self.scores.__contains__, steps)
         best = heapq.nlargest(self.retention.keep_best, scored, key=self.scores.get)
         kept = {*sorted(steps)[-self.retention.keep_last :], *best}
@@ -138,9 +138,9 @@ class SaveCost:
 
     Attributes:
         step: step of the checkpoint.
-        blocking_seconds, seconds: seconds until `save` returned, and until all files were on
-            the disk and renamed, as `check` or `wait` saw it.
-        bytes: bytes of all files of the checkpoint, with the records of experts.
+        blocking_seconds, seconds: seconds until `save` returned, and until `check` or `wait`
+            found all files on the disk and renamed.
+        bytes: bytes of all files of the checkpoint, including experts' records.
         process_hashed_bytes, process_written_bytes: bytes of arrays whose checksum this process
             computed, and of the files that it wrote for them.
     """
@@ -160,7 +160,7 @@ class SaveCost:
 
 
 class SaveMeter:
-    """Measures the cost of saves; keeps the last one's seconds for processes that resume.
+    """Measures the cost of saves; keeps the last save's seconds for processes that resume.
 
     Attributes:
         last: cost of the last save that finished here, to be logged.
@@ -175,40 +175,40 @@ class SaveMeter:
         """
         self._path, self._arrays = path, arrays
         self.last: SaveCost | None = None
-        self._begun: tuple[float, int, int] | None = None  # when, and bytes until then
+        self._begun: tuple[float, int, int] | None = None  # time, and bytes up to then
         self._blocking_seconds = 0.0
         try:
             self._longest_seconds = float(json.loads(path.read_text())["seconds"])
         except (OSError, ValueError, TypeError, KeyError):
-            self._longest_seconds = None  # of a run that has saved nothing, or its file is cut
+            self._longest_seconds = None  # the run has saved nothing, or its file is cut short
 
     def begin(self) -> None:
-        """A save begins."""
+        """Notes that a save begins."""
         arrays = self._arrays
         self._begun = time.monotonic(), arrays.hashed_bytes, arrays.written_bytes
 
     @contextlib.contextmanager
     def beginning(self) -> Iterator[None]:
-        """A save begins; behind the context training goes on, beside the writing."""
+        """Notes that a save begins; after the context, training goes on beside the writing."""
         self.begin()
         try:
             yield
-        except BaseException:  # a second Ctrl-C, too
+        except BaseException:  # including a second Ctrl-C
             self.failed()
             raise
         self._blocking_seconds = time.monotonic() - self._begun[0]
 
     def failed(self) -> None:
-        """The save that was begun, if one was, will not finish."""
+        """Notes that the save that was begun, if any, will not finish."""
         self._begun = None
 
     def finished(self, path: Folder) -> None:
-        """The checkpoint that was begun, if one was, is whole; process 0 measures it."""
+        """Notes that the checkpoint that was begun, if any, is whole; process 0 measures it."""
         if self._begun is None:
             return
         (begun, hashed, written), self._begun = self._begun, None
         if jax.process_index() > 0:
-            return  # may not see the new name yet, on a network's file system
+            return  # on a network file system, may not see the new name yet
         self.last = SaveCost(
             int(path.name),
             self._blocking_seconds,
@@ -222,9 +222,9 @@ class SaveMeter:
         logger.info("%s", self.last)
 
     def seconds_to_save(self) -> float | None:
-        """Seconds that another save would take from now on, after the one that is under way.
+        """Estimated seconds until another save would finish, after the one in progress.
 
-        It takes as long as the longest measured save; None where none was measured.
+        Each save is taken to last as long as the longest measured one; None if none was.
         """
         longest = self._longest_seconds
         if longest is None or self._begun is None:
@@ -233,11 +233,11 @@ class SaveMeter:
 
 
 def set_aside(path: Folder, damage: str) -> None:
-    """Renames one checkpoint; `damage` says why, for the warning.
+    """Renames a checkpoint; `damage` says why, for the warning.
 
     The new name says whether its save had finished: `<step>.damaged-<n>`, or
-    `<step>.unfinished-<n>`. A store cannot rename. What a save that was cut short left there is
-    deleted.
+    `<step>.unfinished-<n>`. A store cannot rename: there, what was left by a save that was cut
+    short is deleted.
 
     Raises:
         ValueError: the checkpoint is in a store, and has a manifest.
@@ -265,13 +265,13 @@ def set_aside(path: Folder, damage: str) -> None:
 
 
 def require_none_damaged(checkpoints: Folder) -> None:
-    """Checks, where no checkpoint is left, that none was there: only then may a run begin.
+    """Checks, where no checkpoint is left, that there was none: only then may a run begin.
 
     Raises:
         ValueError: a saved checkpoint was set aside.
     """
     is_first = jax.process_index() == 0  # other processes may not see the new names yet
-    # A manifest is written last: without one, as earlier versions name them, none was saved.
+    # A manifest is written last: without one, as earlier versions name some, none was saved.
     damaged = np.bool_(
         is_first and any((path / MANIFEST).exists() for path in checkpoints.glob(DAMAGED))
     )
@@ -284,10 +284,10 @@ def require_none_damaged(checkpoints: Folder) -> None:
 
 
 def rewind(run: RunFolder, step: int | Literal["best"]) -> tuple[int, list[str]]:
-    """Makes a checkpoint the newest one: training goes on from it.
+    """Makes a checkpoint the newest one, so that training goes on from it.
 
     Later checkpoints are renamed to `<step>.superseded-<n>`, so that the same training command,
-    started again and again, goes back once.
+    started again and again, goes back only once.
 
     Returns:
         The checkpoint's step, and the new names of the later ones.
@@ -303,9 +303,9 @@ def rewind(run: RunFolder, step: int | Literal["best"]) -> tuple[int, list[str]]
     )
     chosen = choose_step(run, step)
     with run.locked():
-        run.identity.unlink(missing_ok=True)  # local copies are of what is gone back on
+        run.identity.unlink(missing_ok=True)  # local copies are of the training being undone
         later = [path for path in checkpoint_paths(run.checkpoints) if int(path.name) > chosen]
-        # The newest first: a call that is cut short leaves a run that can go on.
+        # Newest first: a call that is cut short leaves a run that can go on.
         return chosen, [_renamed(path, "superseded") for path in later]
 
 

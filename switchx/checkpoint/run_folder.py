@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run folder (`--model_dir`): what one training run writes, and where.
 
-A model from elsewhere gets a run folder too (`write_converted`): checkpoint 0 with parameters
-alone. What reads a run's parameters reads them: `INIT_FROM`, `switchx eval`, `switchx.load`.
+A model from elsewhere also gets a run folder (`write_converted`): checkpoint 0, with only
+parameters. Whatever reads a run's parameters can read it: `INIT_FROM`, `switchx eval`,
+`switchx.load`.
 """
 
 import contextlib
@@ -42,7 +43,7 @@ from switchx.object_store import (
 )
 from switchx.tree import named_leaves
 
-# More than any description of a run needs.
+# More bytes than any description of a run needs.
 _MOST_CONFIG_BYTES = 1 << 24
 
 
@@ -54,12 +55,11 @@ def _inside(name: str) -> property:
 class RunFolder:
     """The paths of one run.
 
-    Of an address such as `gs://bucket/run`, checkpoints are in the store. The small files are
-    those of a mirror on this machine (object_store.py), fetched at first use; a trainer puts
-    them.
+    For an address such as `gs://bucket/run`, checkpoints are in the store. The small files are
+    in a mirror on this machine (object_store.py), fetched at first use; a trainer uploads them.
 
     Raises:
-        ValueError: the address is none of a store that can be used.
+        ValueError: the address is not one of a store that can be used.
     """
 
     path: str | os.PathLike
@@ -67,27 +67,27 @@ class RunFolder:
     def __post_init__(self):
         as_folder(self.path, "model_dir")
 
-    config = _inside("config.json")  # what a resumed run is compared with
+    config = _inside("config.json")  # the configuration that a resumed run is compared with
     operative_config = _inside("operative_config.gin")  # every gin binding that was used
-    model_gin = _inside("model.gin")  # the model alone, as a gin file
+    model_gin = _inside("model.gin")  # only the model, as a gin file
     git_commit = _inside("git_commit.txt")  # the code that ran
     initialization = _inside("initialization.json")  # what INIT_FROM took from where
     taught_by = _inside("taught_by.json")  # the one teacher of a student (TaughtProgram)
-    adapter = _inside("adapter.json")  # the base of a run of adapters, adapter_run.py
-    corpora = _inside("corpora.json")  # what of the files of the data was read, and left out
+    adapter = _inside("adapter.json")  # the base of an adapter run, adapter_run.py
+    corpora = _inside("corpora.json")  # what was read of the data's files, and left out
     # The vocabulary's copy is in vocabulary.*, see data/vocabularies.py.
-    metrics = _inside("metrics.jsonl")  # one line a logged step
+    metrics = _inside("metrics.jsonl")  # one line per logged step
     alarms = _inside("alarms.jsonl")  # telemetry/routing_alarms.py
     validation = _inside(
         "validation.jsonl"
-    )  # one line an evaluation, metrics of texts among them
-    evaluations = _inside("evaluations.jsonl")  # of `switchx eval --step=all`, a line a step
+    )  # one line per evaluation, including metrics of texts
+    evaluations = _inside("evaluations.jsonl")  # by `switchx eval --step=all`, a line per step
     routing = _inside("routing")  # where an evaluation's tokens went, training/evaluate.py
     predictions = _inside("predictions")  # samples of what the model wrote, by evaluation
     peaks = _inside("peaks.json")  # the best of each task's metrics, and when
     tensorboard = _inside("tensorboard")  # the same numbers as TensorBoard events
-    wandb_run = _inside("wandb_run.txt")  # the run of Weights & Biases that goes on
-    last_save = _inside("last_save.json")  # what the last save took, retention.py
+    wandb_run = _inside("wandb_run.txt")  # the Weights & Biases run to continue
+    last_save = _inside("last_save.json")  # cost of the last save, retention.py
     identity = _inside("run_id.txt")  # whose local copies are this run's, local_copies.py
     storage = _inside("storage")  # experts on a disk: records, requests; docs/storage.md
     skipped_batches = _inside("skipped_batches")  # batches whose step was not taken
@@ -98,7 +98,7 @@ class RunFolder:
 
     @property
     def where(self) -> Folder:
-        """`path`, absolute: Orbax wants it so."""
+        """`path` made absolute, as Orbax requires."""
         return as_folder(self.path)
 
     @property
@@ -108,7 +108,7 @@ class RunFolder:
 
     @property
     def is_in_store(self) -> bool:
-        """Whether it is in an object store."""
+        """Whether the run is in an object store."""
         return is_address(self.path)
 
     @property
@@ -117,20 +117,20 @@ class RunFolder:
         return self.where / "checkpoints"
 
     def put(self) -> None:
-        """Puts small files that were written since into a store; a folder has them."""
+        """Uploads small files written since the last call to a store; a no-op for a folder."""
         if self.is_in_store:
             mirror(str(self.where)).put()
 
     def create(self) -> Self:
-        """Makes the folder, unless it is there, and proves that it can be written.
+        """Makes the folder unless it exists, and proves that it can be written.
 
         Raises:
             ValueError: the folder cannot be made or written; the message has the reason.
         """
-        # Processes on several machines may have one number, as in containers.
+        # Processes on several machines may have the same number, as in containers.
         probe = self.where / f".write_probe_{secrets.token_hex(4)}"
         try:
-            if not self.is_in_store:  # a bucket is not made in passing
+            if not self.is_in_store:  # a bucket is not made implicitly
                 self.where.mkdir(parents=True, exist_ok=True)
             probe.write_text("written")
             probe.unlink()
@@ -148,16 +148,16 @@ class RunFolder:
     def locked(self, is_new: bool = False) -> Iterator[None]:
         """Holds the folder for one trainer; the system frees it when the process ends.
 
-        Of a trainer that failed before it wrote anything, nothing is left.
+        A trainer that fails before it writes anything leaves nothing behind.
 
         Args:
             is_new: whether the folder was made for this trainer.
 
-        Advisory (flock): it keeps out other trainers, not readers such as `switchx eval`. In a
-        store, which has no locks, the trainer before is kept out (`Mirror.owned`).
+        It is advisory (flock): it keeps out other trainers, not readers such as `switchx eval`.
+        In a store, which has no locks, the previous trainer is kept out (`Mirror.owned`).
 
         Raises:
-            ValueError: another process holds it; says which.
+            ValueError: another process holds it; the message says which.
         """
         if self.is_in_store:
             with mirror(str(self.where)).owned():
@@ -167,7 +167,7 @@ class RunFolder:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if not os.path.samestat(os.fstat(file.fileno()), self.lock_file.stat()):
-                    raise BlockingIOError  # it was taken away, as below, since it was opened
+                    raise BlockingIOError  # it was removed, as below, after it was opened
             except (BlockingIOError, FileNotFoundError):
                 file.seek(0)
                 holder = json.loads(file.read() or "{}")
@@ -185,8 +185,8 @@ class RunFolder:
                 self._remove_unused(is_new)
 
     def _remove_unused(self, is_new: bool) -> None:
-        """Removes the lock, and the folder of checkpoints, where nothing else was written; and
-        the folder itself, if it is new."""
+        """Removes the lock and the folder of checkpoints if nothing else was written, and the
+        run folder itself if it is new."""
         names = {each.name for each in self.root.glob("*")}
         if names <= {"checkpoints", self.lock_file.name}:
             with contextlib.suppress(OSError):  # there is a checkpoint
@@ -207,10 +207,10 @@ class RunFolder:
 
     @property
     def is_begun(self) -> bool:
-        """Whether there is a checkpoint; an attempt that ended before may be set right.
+        """Whether there is a checkpoint; an attempt that ended earlier may still be corrected.
 
         Raises:
-            ValueError: there are checkpoints and no config.json.
+            ValueError: there are checkpoints but no config.json.
         """
         if not (self.checkpoints.is_dir() and any(self.checkpoints.iterdir())):
             return False
@@ -264,22 +264,22 @@ def read_model_config(run: RunFolder) -> ModelConfig:
 
 
 def read_decoding(run: RunFolder) -> dict[str, Any]:
-    """Defaults of decoding that a model came with, or that INIT_FROM took; none as a rule."""
+    """Decoding defaults that a model came with, or that INIT_FROM took; usually empty."""
     return _brought(run, "decoding") or {}
 
 
 def read_rescaled(run: RunFolder) -> str | None:
     """The family whose factors are in a model's weights (`write_converted`), or in its base's.
 
-    It goes along with the weights: to runs with INIT_FROM, averages, models that were reshaped
-    or deployed.
+    It follows the weights: into runs with INIT_FROM, averages, and reshaped or deployed
+    models.
     """
     return _brought(run, "rescaled")
 
 
 def _brought(run: RunFolder, name: str):
-    """What a model came with by this name, what INIT_FROM took, or what the base of adapters
-    has; None without it."""
+    """The entry `name` that a model came with, that INIT_FROM took, or that the adapters' base
+    has; None where there is none."""
     found = read_config(run).get(name)
     if found is None and run.initialization.is_file():
         found = read_json_object(run.initialization, _MOST_CONFIG_BYTES).get(name)
@@ -289,7 +289,7 @@ def _brought(run: RunFolder, name: str):
 
 
 def read_sparse_model_config(run: RunFolder) -> ModelConfig:
-    """As `read_model_config`; raises ValueError also if the model has no Switch layers."""
+    """Like `read_model_config`; also raises ValueError if the model has no Switch layers."""
     model = read_model_config(run)
     require(
         model.switch is not None,
@@ -299,7 +299,7 @@ def read_sparse_model_config(run: RunFolder) -> ModelConfig:
     return model
 
 
-# Network file systems show a new file to other machines after some seconds.
+# Network file systems show a new file to other machines only after some seconds.
 PATIENCE_S = 60.0
 
 
@@ -344,18 +344,18 @@ def write_converted(
     shapes: dict | None = None,
     rescaled: str | None = None,
 ) -> None:
-    """Writes a model of another library into an existing, empty folder, as checkpoint 0.
+    """Writes a model from another library into an existing, empty folder, as checkpoint 0.
 
     Args:
         params: NumPy or JAX arrays, in the dtypes of `config.precision.params`.
         origin: description of the model that was converted.
-        source: description of the tasks that it was trained on, which say how texts become
-            its inputs; None where they are not known.
-        decoding: defaults of decoding, where the model has some.
-        train_state: the rest of a training state, as items.py has it; None writes none.
-        shapes: shape structs of `params` where they are adapters; None is the model's.
-        rescaled: family whose factors were multiplied into `params`, which adapters made for
-            its own weights do not fit; None of all others.
+        source: description of the tasks that it was trained on, which determine how texts
+            become its inputs; None where they are not known.
+        decoding: decoding defaults, where the model has some.
+        train_state: the rest of a training state, in the form of items.py; None writes none.
+        shapes: shape structs of `params` where they are adapters; None takes the model's.
+        rescaled: family whose factors were multiplied into `params`, so that adapters made for
+            its original weights do not fit; None for all others.
 
     Raises:
         ValueError: the parameters are not those of the configuration (all that differ are

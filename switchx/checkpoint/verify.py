@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that can be wrong with a checkpoint, named fault by fault.
+"""Verifying checkpoints: everything that can be wrong with one, fault by fault.
 
-Several processes read it together, each its share of the files and of the arrays' parts; no
-more than one part of an array is in the memory of a process. Damaged bytes are found by the
-checksums of the lists (parts.py), of a checkpoint of before by those of its files. A checkpoint
-whose bytes are what was written may still be of another model, hold a value that is not finite,
+Several processes read it together, each its share of the files and of the arrays' parts; a
+process has no more than one part of an array in memory. Damaged bytes are found by the
+checksums in the lists (parts.py), or by those of the files in an older checkpoint. A checkpoint
+whose bytes are as written may still belong to another model, hold a value that is not finite,
 or lack rows of the data.
 """
 
@@ -52,10 +52,10 @@ from switchx.tree import named_leaves
 
 
 def checkpoint_faults(run: RunFolder, step: int) -> list[str]:
-    """All faults of one checkpoint, each a sentence; none where it is sound.
+    """All faults of one checkpoint, each a sentence; empty if it is sound.
 
-    Every byte is read, once by all processes together, which all call this and get the same.
-    What is in damaged files is not looked into.
+    The processes, which all call this and get the same result, together read every byte once.
+    The contents of damaged files are not examined.
     """
     path = run.checkpoints / str(step)
     if faults := list(damages(path)):
@@ -75,7 +75,7 @@ def checkpoint_faults(run: RunFolder, step: int) -> list[str]:
             for item in items_of(path)
             for fault in description_faults(path / item, _in_orbax(path, stored, item))
         ]
-    except (ValueError, OSError) as error:  # of Orbax' descriptions, and of the lists
+    except (ValueError, OSError) as error:  # from Orbax' descriptions and from the lists
         return [getattr(error, "fault", str(error))]
     if faults:
         return faults
@@ -99,7 +99,7 @@ def checkpoint_faults(run: RunFolder, step: int) -> list[str]:
 
 
 def _in_orbax(path: Folder, stored: dict, item: str) -> dict[str, Any]:
-    """The arrays of an item that are no records."""
+    """The arrays of an item that are not stored as records."""
     records = record_leaves(path)
     leaves = named_leaves(stored[item]).items()
     return {name: leaf for name, leaf in leaves if f"{item}/{name}" not in records}
@@ -118,7 +118,7 @@ def _share(num_bytes: dict[Any, int]) -> list:
 
 
 def _array_faults(path: Folder, stored: dict) -> list[str]:
-    """Parts that are not what was saved, and numbers that are not finite."""
+    """Finds parts that differ from what was saved, and numbers that are not finite."""
     parts: dict[tuple[str, int], tuple[tensorstore.TensorStore, Index, int | None]] = {}
     faults = []
     num_bytes = {}
@@ -157,7 +157,7 @@ def _array_faults(path: Folder, stored: dict) -> list[str]:
 
 
 def _open(item: Folder, name: str) -> tensorstore.TensorStore:
-    """An array as Orbax stores it. A chunk that is missing is an error."""
+    """Opens an array as Orbax stores it. A missing chunk is an error."""
     store = {"driver": "ocdbt", "base": kvstore(item), "path": f"{name.replace('/', '.')}/"}
     spec = {"driver": "zarr", "kvstore": store, "fill_missing_data_reads": False}
     return tensorstore.open(spec, open=True, read=True).result()
@@ -183,7 +183,7 @@ def _part_fault(
 ) -> str | tuple[str, int] | None:
     try:
         values = array[index].read().result()
-    except Exception as error:  # what tensorstore's drivers raise
+    except Exception as error:  # whatever tensorstore's drivers raise
         reason = " ".join(str(error).split())[:300]
         return f"its array {name} cannot be read: {reason}"
     if crc is not None and crc32_of(values) != crc:
@@ -200,7 +200,7 @@ def _not_finite(name: str, values: np.ndarray) -> tuple[str, int] | None:
 
 
 def _record_faults(path: Folder) -> list:
-    """As of parts, of this process' share of the records, whose files are as they were."""
+    """Faults, as for parts, of this process' share of the records, in unchanged files."""
     if not has_records(path):
         return []
     snapshot = Snapshot(path / RECORDS)
@@ -222,11 +222,11 @@ def _record_faults(path: Folder) -> list:
 
 
 def _step_faults(run: RunFolder, path: Folder, step: int) -> list[str]:
-    """Whether state and data are of the step of the folder."""
+    """Checks that the state and the data are at the folder's step."""
     faults = []
     try:
         saved = int(_open(path / "train_state", "step").read().result())
-    except Exception:  # named with the arrays, where it is there; what has none is no run's
+    except Exception:  # reported with the arrays, if it exists; only a run has it
         saved = step
     if saved != step:
         faults.append(f"its state is of step {saved}, its folder of step {step}")
@@ -234,7 +234,7 @@ def _step_faults(run: RunFolder, path: Folder, step: int) -> list[str]:
 
 
 def _data_faults(run: RunFolder, path: Folder, step: int) -> list[str]:
-    """Whether the data goes on where the state does, for each row of a batch."""
+    """Checks that the data continues where the state does, for each row of a batch."""
     try:
         states = read_data_states(path)
         if not all(isinstance(state, dict) and "cursors" in state for state in states):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Spec files: rates and sizes of a device, its host and the networks around it.
 
-One efficiency a resource. The files in `specs/` name the source of every number and are
-written before anything is compared with a measurement; nothing here is fitted. A device is what
-JAX calls one.
+There is one efficiency per resource. The files in `specs/` name the source of every number and
+are written before anything is compared with a measurement; nothing here is fitted. A device is
+what JAX calls a device.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from typing import Any
 
 SPECS = pathlib.Path(__file__).parent / "specs"
 # `h200x8x16`: 16 nodes of 8 devices.
-# JAX's names of the specs' devices; a dash and the model's form may follow.
+# JAX's names for the specs' devices; a dash and the card's form may follow.
 _KINDS = {
     "TPU v4": "v4",
     "TPU v5 lite": "v5e",
@@ -44,8 +44,8 @@ class Compute:
         efficiency: share of the peak that a whole step's products reach, without communication.
         operand_bytes: most bytes of an element that is gathered or exchanged only for products:
             where matrix units read bfloat16, the TPU compiler rounds before it sends.
-        sums_after_loops: whether the compiler moves sums of gradients behind a loop over
-            microbatches, where blocks are not in a loop of their own.
+        sums_after_loops: whether the compiler moves sums of gradients out of a loop over
+            microbatches to behind it, where blocks are not in their own loop.
     """
 
     peak_flops_per_s: float
@@ -87,12 +87,12 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class Host:
-    """The memory of a host beside its devices, and the link between it and each of them.
+    """The memory of the host beside its devices, and the links between it and each of them.
 
     Attributes:
         num_bytes: bytes of memory in one host.
         usable: share of them that a run can use.
-        devices: number of devices of one host.
+        devices: number of devices per host.
         bytes_per_s: bandwidth between the memory and one device, in one direction, by the
             vendor; where devices share a port, one device's share.
         memory_bytes_per_s: bandwidth at which the host's processors read and write the memory.
@@ -114,14 +114,14 @@ class Host:
 
 @dataclasses.dataclass(frozen=True)
 class Disk:
-    """The disks of a host, as one.
+    """The disks of a host, taken as one.
 
     Attributes:
         num_bytes: bytes on the disks of one host.
         usable: share of them that a run can use.
         read_bytes_per_s, write_bytes_per_s: bandwidths of reading and writing, by the vendor.
         efficiency: share of both bandwidths that files of some MiB reach.
-        day_written_bytes: bytes that the vendor's warranty allows to write in a day
+        day_written_bytes: bytes that the vendor's warranty allows to be written per day
             (endurance); 0 without such a limit.
     """
 
@@ -139,12 +139,12 @@ class Network:
     """Links between devices.
 
     Attributes:
-        bytes_per_s: bandwidth of one device in one direction: all of its links behind a switch,
-            or one link of a torus. Where devices share a port, one device's share.
+        bytes_per_s: bandwidth of one device in one direction: of all its links behind a switch,
+            or of one link of a torus. Where devices share a port, one device's share.
         efficiency: share of `bytes_per_s` that large messages reach.
         latency_s: latency of one message.
         torus_dims: dimensions of a torus; 0 where a switch connects all devices.
-        wraps_at: divisor of the sizes of the dimensions that are rings; 0, all are lines.
+        wraps_at: divisor of the sizes of the dimensions that are rings; at 0, all are lines.
     """
 
     bytes_per_s: float
@@ -161,14 +161,14 @@ class Network:
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """A cluster: devices in nodes, a fast network inside of each, a slower one between.
+    """A cluster: devices in nodes, with a fast network inside each and a slower one between.
 
     Attributes:
         description: description of one device.
-        devices_per_node: number of devices that `inside` connects; of a TPU, those of a pod.
+        devices_per_node: number of devices that `inside` connects; for a TPU, those of a pod.
         max_devices: largest number of devices; None where there is no limit.
-        host, disk: memory and disks of a host; None where the file does not describe them, and
-            experts cannot be planned there.
+        host, disk: memory and disks of a host; None where the file does not describe them, so
+            that experts cannot be planned there.
     """
 
     name: str
@@ -187,7 +187,7 @@ class Hardware:
         return "tpu" if self.inside.torus_dims else "gpu"
 
     def is_whole(self, devices: int) -> bool:
-        """Part of one node, or whole nodes; slices of a torus are not looked at here."""
+        """Whether these are part of one node or whole nodes; torus slices are not checked."""
         if self.inside.torus_dims:
             return True
         return devices < self.devices_per_node or devices % self.devices_per_node == 0
@@ -199,16 +199,16 @@ def known_hardware() -> list[str]:
 
 
 def hardware_of(device_kind: str) -> Hardware:
-    """The hardware that devices of a kind are, by `jax.Device.device_kind`.
+    """The hardware of a kind of device, as in `jax.Device.device_kind`.
 
     Raises:
-        ValueError: there is no spec of it.
+        ValueError: there is no spec for it.
     """
     named = [
         kind for kind in _KINDS if device_kind == kind or device_kind.startswith(f"{kind}-")
     ]
     found = load_hardware(_KINDS[named[0]]) if named else None
-    size = re.search(r"-(\d+)GB", device_kind)  # of a card that is there in two sizes
+    size = re.search(r"-(\d+)GB", device_kind)  # of a card that comes in two sizes
     if found is None or (size and not _is_near(1e9 * int(size[1]), found.memory.num_bytes)):
         raise ValueError(
             f"nothing says what a device {device_kind!r} can do; give --hardware=NAME, of "
@@ -218,12 +218,12 @@ def hardware_of(device_kind: str) -> Hardware:
 
 
 def _is_near(num_bytes: float, other: float) -> bool:
-    """Whether they are one size, in GB or in GiB."""
+    """Whether two sizes are the same, one perhaps in GB and one in GiB."""
     return abs(num_bytes / other - 1) < 0.1
 
 
 def load_hardware(name: str) -> Hardware:
-    """The hardware of a committed spec, with its sizes (`h200x8x16`) or without, or of a file.
+    """The hardware of a committed spec, with or without sizes (`h200x8x16`), or of a file.
 
     Args:
         name: `v5p`; `h200x8x16` for 16 nodes of 8; or a path that ends in `.toml`.
@@ -259,7 +259,7 @@ def read_spec(path: pathlib.Path) -> Hardware:
     """Reads and checks a spec file; `specs/` has examples.
 
     Raises:
-        ValueError: the file is no TOML, or fields are missing, unknown, or out of range.
+        ValueError: the file is not TOML, or fields are missing, unknown, or out of range.
     """
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -282,7 +282,7 @@ _SHARES = ("efficiency", "usable")
 
 
 def _built(kind: type, values: Mapping[str, Any], prefix: str, problems: list[str]):
-    """The dataclass, or None with a line in `problems` for everything that is wrong."""
+    """The dataclass; or None, with a line in `problems` for each thing that is wrong."""
     fields = {field.name: field for field in dataclasses.fields(kind)}
     num_problems, arguments = len(problems), {}
     for name in values.keys() - fields.keys():
@@ -293,7 +293,7 @@ def _built(kind: type, values: Mapping[str, Any], prefix: str, problems: list[st
                 problems.append(f"{prefix}{name} is missing")
             continue
         value = values[name]
-        # `Disk` of `Disk`, and of `Disk | None`.
+        # `Disk`, for both `Disk` and `Disk | None`.
         types = typing.get_args(field.type) or (field.type,)
         if part := next(filter(dataclasses.is_dataclass, types), None):
             if not isinstance(value, Mapping):
@@ -308,7 +308,7 @@ def _built(kind: type, values: Mapping[str, Any], prefix: str, problems: list[st
 
 
 def _wrong(name: str, value, expected) -> str | None:
-    """The expected kind of a field's value where the value is wrong, or None."""
+    """The kind of value that a field expects, if its value is wrong; otherwise None."""
     if expected is str:
         return None if isinstance(value, str) and value.strip() else "a text that is not empty"
     if expected is bool:

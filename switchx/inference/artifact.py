@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A quantized model as a folder: what it is, and that every byte of it is as it was written.
+"""A quantized model as a folder that describes itself, with checksums of every byte.
 
     artifact.json         what the model is, layout versions, size and SHA-256 of every file
-    weights.safetensors   parameters by name; of a QTensor `<name>/values`, `<name>/scales_EFG`
+    weights.safetensors   parameters by name; a QTensor as `<name>/values`, `<name>/scales_EFG`
 
-and what the writer adds, such as the vocabulary. Values of 4 bits are packed two in a byte.
-`artifact.json` has a checksum of itself. It is written last into a folder that is then
-renamed, so an artifact is there whole or not at all. The format holds nothing that is run.
+plus files that the writer adds, such as the vocabulary. 4-bit values are packed two to a byte.
+`artifact.json` has a checksum of itself. It is written last, into a folder that is then
+renamed, so an artifact exists whole or not at all. The format holds nothing executable.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ from switchx.whole_folders import (
 
 MANIFEST = "artifact.json"
 WEIGHTS = "weights.safetensors"
-# An artifact with other values of these is not read.
+# An artifact in which any of these values differs is not read.
 HEADER = {
     "format": "switchx quantized model",
     "format_version": 1,
@@ -68,7 +68,7 @@ class Artifact:
 
 
 def is_artifact(folder: str | os.PathLike) -> bool:
-    """Whether a folder holds an artifact, or what is left of one."""
+    """Whether a folder holds an artifact, or the remains of one."""
     path = pathlib.Path(folder).expanduser()
     return (path / MANIFEST).exists() or (path / WEIGHTS).exists()
 
@@ -84,11 +84,11 @@ def write_artifact(
 
     Args:
         config, params: the quantized model, as `quantize_experts` returns it.
-        about: JSON, where the model comes from.
-        add_files: called with the folder before it gets its name; writes further files.
+        about: JSON that says where the model comes from.
+        add_files: writes further files; called with the folder before it is renamed.
 
     Returns:
-        Bytes of all files.
+        The size of all files in bytes.
 
     Raises:
         ValueError: see `whole_folders.new_folder`.
@@ -104,7 +104,7 @@ def write_artifact(
 def describe_artifact(
     folder: pathlib.Path, config: ModelConfig, params: dict, about: dict[str, Any]
 ) -> None:
-    """Writes `artifact.json` into a folder that has the model's weights, packed, already."""
+    """Writes `artifact.json` into a folder that already has the model's packed weights."""
     content = HEADER | {
         "model": dataclasses.asdict(config),
         "quantized": {
@@ -118,20 +118,20 @@ def describe_artifact(
 
 
 def read_artifact(folder: str | os.PathLike) -> Artifact:
-    """The model in a folder, after every byte of it was compared with its checksums.
+    """Reads the model in a folder, after checking every byte of it against its checksums.
 
     Raises:
-        ValueError: a file is missing, cut short or changed, or the artifact is of another
-            version; names the file.
+        ValueError: a file is missing, cut short or changed, or the artifact has another
+            version; the message names the file.
     """
     return _read(folder, are_experts_read=True)
 
 
 def open_artifact(folder: str | os.PathLike) -> Artifact:
-    """As `read_artifact`, but experts stay in the file: their arrays are `FileArray`s.
+    """Like `read_artifact`, but experts stay in the file: their arrays are `FileArray`s.
 
-    The file stays open as long as one of them is there, so that they are this model's also when
-    the folder is replaced or removed.
+    The file stays open as long as one of these arrays exists, so they remain this model's even
+    when the folder is replaced or removed.
 
     Raises:
         ValueError: as `read_artifact`.
@@ -179,7 +179,7 @@ def _writer(content: dict[str, Any]) -> str:
 
 
 def _check_form(content: dict[str, Any]) -> None:
-    """Raises ValueError, a clause, where a value that is read is none that is written."""
+    """Raises ValueError, with a clause, where a value is not one that the writer writes."""
     for name in ("model", "quantized", "about"):
         if not isinstance(content.get(name), dict):
             raise ValueError(f"its {MANIFEST} has no object {name!r}")
@@ -188,20 +188,20 @@ def _check_form(content: dict[str, Any]) -> None:
         sizes = each.values() if has_form else ()
         if not has_form or not all(n is None or (type(n) is int and n >= 1) for n in sizes):
             raise ValueError(f"its {MANIFEST} quantizes {name!r:.80} to {each!r:.80}")
-    # A class of a user's own would be imported, and so run.
+    # A user's own class would be imported, and so its code would run.
     if _names_a_class(content["model"]):
         raise ValueError(f"its {MANIFEST} names a class; a quantized model is one of ours")
 
 
 def _names_a_class(described: Any) -> bool:
-    """Whether a description, or one in it, has a type of its own."""
+    """Whether a description, or one nested in it, names a type."""
     if isinstance(described, dict):
         return "type" in described or any(map(_names_a_class, described.values()))
     return isinstance(described, list) and any(map(_names_a_class, described))
 
 
 def _params(path: pathlib.Path, config: ModelConfig, quantized: dict, arrays: dict) -> dict:
-    """The parameters of a configuration; all that is missing or does not fit is named."""
+    """A configuration's parameters; the error names all that are missing or do not fit."""
     expected, problems = set(), []
 
     def leaf_of(name, leaf):
@@ -229,7 +229,7 @@ def _params(path: pathlib.Path, config: ModelConfig, quantized: dict, arrays: di
     return params
 
 
-# Of safetensors; all are dtypes of NumPy's once JAX is imported.
+# Names of dtypes in safetensors; NumPy knows all of them once JAX is imported.
 _DTYPES = {
     "F32": "float32",
     "F16": "float16",
@@ -241,12 +241,12 @@ _DTYPES = {
 
 
 def _arrays(path: pathlib.Path, are_experts_read: bool) -> dict:
-    """All arrays of a file of safetensors by name, those of experts that are not read as
-    `FileArray`s. All are of the file that the path is of now.
+    """All arrays of a safetensors file by name; experts that are not read are `FileArray`s.
+    All come from the file that the path names now.
 
-    safetensors 0.8 reads no float8 itself. The file begins with the length of a header, 8
-    bytes, little-endian, and the header: JSON of dtype, shape and place behind the header of
-    each array.
+    safetensors 0.8 cannot read float8 itself. The file begins with the length of the header (8
+    bytes, little-endian) and the header: JSON with each array's dtype, shape and place behind
+    the header.
     """
     with safe_open(path, "np"):  # which checks the header: its size, and every place in it
         pass

@@ -2,10 +2,10 @@
 """Beam search with the rules of Hugging Face's `generate`: the same tokens, the same scores.
 
 Graves 2012 (arXiv:1211.3711); Wu et al. 2016 (arXiv:1609.08144), section 7, for length
-penalties. Of each sentence, 2 L continuations are looked at, so that L remain when L of them
-end; L more for each further token that ends a text. It stops by itself, whatever the others of
-its batch do. Dims: B batch, L beams, T new tokens, V vocabulary, J candidates; C blocks of the
-vocabulary, X numbers of one
+penalties. For each sentence 2 L continuations are considered, so that L remain when L of them
+end, and L more for each further token that ends a text. Each search stops by itself, whatever
+the rest of its batch does. Dims: B batch, L beams, T new tokens, V vocabulary, J candidates;
+C blocks of the vocabulary, X numbers of one
 """
 
 import dataclasses
@@ -41,9 +41,9 @@ class Beams:
         ancestor_BLT: number of the beam that held a hypothesis' ancestor at each place of the
             ring.
         finished_BLT, score_BL, is_finished_BL: tokens and scores of the finished hypotheses,
-            the best first, and whether there is one.
+            the best first, and whether each place holds one.
         log_probs, finished_log_probs: log-probabilities of the running and the finished
-            hypotheses' tokens; None where none are kept.
+            hypotheses' tokens; None where they are not kept.
         finished_ancestor_BLT: `ancestor_BLT` of the finished hypotheses where the program
             `is_recorded`; else None.
     """
@@ -78,15 +78,15 @@ class Beams:
 
     @property
     def num_places(self) -> int:
-        """T, also that of the ring."""
+        """T, which is also the number of places of the ring."""
         return self.ancestor_BLT.shape[2]
 
-    # A step is a token, as in `Greedy`.
+    # Each step decodes one token, as in `Greedy`.
     number_B = Greedy.number_B
     number_BTL = Greedy.number_BTL
 
     def lanes_of(self, position_B):
-        """Positions `[B, L]` of the tokens that a step reads, which are all the same."""
+        """Positions `[B, L]` of the tokens that a step reads, the same for all of a row."""
         return jnp.broadcast_to(position_B[:, None], self.log_prob_BL.shape)
 
     def sees_BLTL(self, behind_T):
@@ -170,7 +170,7 @@ class Beams:
         return beams, jnp.take_along_axis(token_BJ, chosen_BL, axis=1), is_live_B
 
     def _with_finished(self, texts, log_prob_BJ, ends_BJ, length_B, rows: Rows, program):
-        """Adds those of the first L candidates that end and are good enough."""
+        """Adds the candidates among the first L that end and are good enough."""
         L = program.beam_size
         is_first_1J = jnp.arange(program.num_candidates)[None] < L
         is_new_BJ = ends_BJ & is_first_1J & rows.is_live_B[:, None]
@@ -194,14 +194,14 @@ class Beams:
         )
 
     def _can_improve(self, length_B, rows: Rows, program: DecodingProgram):
-        """Whether a sentence's search goes on, after `length_B` new tokens."""
+        """Whether each sentence's search goes on after `length_B` new tokens."""
         settings, log_prob_BL = rows.settings, self.log_prob_BL[:, :1]
         rule_B = settings.early_stopping_B
         is_looking_ahead_B = rule_B == EARLY_STOPPING.index("never")
         is_looking_ahead_B &= settings.length_penalty_B > 0
         most_B = jnp.where(is_looking_ahead_B, rows.max_new_tokens_B, length_B)
         best_BL = jnp.where(log_prob_BL > NEVER, scores(log_prob_BL, most_B, rows), NEVER)
-        # As long as not all beams are finished, the last score is NEVER.
+        # Until all beams are finished, the last score is NEVER.
         goes_on_B = best_BL[:, 0] > self.score_BL[:, -1]
         are_enough_B = (rule_B == EARLY_STOPPING.index(True)) & self.is_finished_BL[:, -1]
         return goes_on_B & ~are_enough_B & (length_B < rows.max_new_tokens_B)
@@ -221,9 +221,9 @@ class Beams:
 
 
 def continuations(logits_BLV, allowed_BLV, log_prob_BL, num: int):
-    """Returns the likeliest `num` of all texts that are one token longer, the best first.
+    """Returns the `num` likeliest of all texts that are one token longer, the best first.
 
-    Log-probabilities are computed for candidates alone, the tokens in the blocks of the
+    Log-probabilities are computed only for candidates, the tokens in the blocks of the
     vocabulary with the largest logits: no array of the size of the logits is written.
 
     Args:
@@ -243,7 +243,7 @@ def continuations(logits_BLV, allowed_BLV, log_prob_BL, num: int):
     X = BLOCK if V % BLOCK == 0 and 2 * num < L * V // BLOCK else 1
     x_BLCX = allowed_BLV.reshape(B, L, V // X, X)
     terms_BL = log_prob_BL, most_BL, sum_BL
-    # A text grows likelier with the logit: the maximum of a block is that of its likeliest.
+    # A text's probability grows with the logit: a block's maximum is its likeliest token's.
     best_BLC = longer(jnp.max(x_BLCX, axis=3), *terms_BL)
     block_BJ = jnp.sort(largest(best_BLC.reshape(B, -1), num)[1], axis=1)
     beam_BJ, column_BJ = block_BJ // (V // X), block_BJ % (V // X)
@@ -258,7 +258,7 @@ def continuations(logits_BLV, allowed_BLV, log_prob_BL, num: int):
 
 
 def _of(arrays, index_BJ):
-    """The beams of these numbers of each array `[B, L, ...]`."""
+    """Takes the beams with the given indices from each array `[B, L, ...]`."""
 
     def take(x):
         index = index_BJ.reshape(*index_BJ.shape, *(1,) * (x.ndim - 2))

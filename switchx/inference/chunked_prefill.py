@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Long texts are read a chunk of places at a time, through the KV cache.
+"""Reading long texts one chunk of places at a time, through the KV cache.
 
 Each chunk's queries read the keys and values of all places before them (Agrawal et al. 2023,
-Sarathi, arXiv:2308.16369, section 4.1). The scores of a whole pass are `[B, H, P, P]`; those of
-a chunk are `[B, H, Q, P]`, and no other array grows faster than P.
+Sarathi, arXiv:2308.16369, section 4.1). Attention scores of a whole pass are `[B, H, P, P]`, of
+a chunk `[B, H, Q, P]`; no other array grows faster than P.
 Dims: B batch, P places of the text, Q places of a chunk, L queries, M keys, D model, H heads
 """
 
@@ -18,11 +18,11 @@ from switchx.partitioning.constrain import constrain
 
 
 def chunk_size(config: ModelConfig, params, length: int, *, is_bidirectional: bool) -> int:
-    """Places that are read at a time of a decoder-only model's texts of this length.
+    """Number of places that a decoder-only model reads at a time in texts of this length.
 
-    It is the whole length where a token's result depends on later ones, with a bidirectional
-    prompt or experts that have a capacity; where the experts of layers come to the device in
-    each pass; and where blocks take no cache, a user's own or with experts in self-attention.
+    It is the whole length where a token's result depends on later ones (with a bidirectional
+    prompt, or experts that have a capacity), where layers' experts are moved to the device in
+    each pass, and where blocks take no cache (a user's own, or experts in self-attention).
     """
 
     def is_absent(leaf) -> bool:
@@ -50,17 +50,17 @@ def read_in_chunks(
     is_routed_BP=None,
     is_bidirectional: bool = False,
 ):
-    """Reads texts into the cache: the cache, and what `keep` has made of `kept`.
+    """Reads texts into the cache; returns the cache and what `keep` has made of `kept`.
 
-    A last chunk that would be short begins earlier; what it reads again is the same.
+    A last chunk that would be short begins earlier; what it reads again comes out the same.
 
     Args:
-        texts: `token_BP`, `position_BP` and `is_text_BP`, which places have tokens of the text.
+        texts: `token_BP`, `position_BP` and `is_text_BP`: which places hold tokens of the text.
         keep: function of `kept`, the first place of a chunk, its output `[B, Q, D]` and its
             `RoutingStats`; it returns the new `kept`.
-        size: Q, of `chunk_size`.
-        is_routed_BP: which tokens experts see; None is all of the text.
-        is_bidirectional: whether tokens attend to those behind them; the size is then P.
+        size: Q, as `chunk_size` returns it.
+        is_routed_BP: which tokens the experts see; None means all tokens of the text.
+        is_bidirectional: whether tokens attend to later ones, too; the size is then P.
     """
     token_BP, position_BP, is_text_BP = texts
     is_routed_BP = is_text_BP if is_routed_BP is None else is_routed_BP

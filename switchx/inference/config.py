@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How text is generated: lengths, beams, sampling, pruning. Defaults are greedy decoding.
 
-Flags of commands, fields of a server's requests and their checks are made from the options
-of `DecodingConfig`; adding one is a line here. No JAX is imported: help does not wait for it.
+The commands' flags, the fields of a server's requests and their checks are derived from the
+options of `DecodingConfig`; adding one takes a line here. JAX is not imported, so that help
+does not wait for it.
 """
 
 import bisect
@@ -24,30 +25,30 @@ from switchx.fields import (
 )
 from switchx.storage import PolicyName
 
-# Of texts: each at most 1.5 times the one before, so at most a third is padding.
+# Padded lengths of texts: each at most 1.5 times the one before: at most a third is padding.
 LENGTHS = tuple(sorted({base << shift for base in (2, 3) for shift in range(16)} | {1}))
-# Of batches: a program is compiled for each that a shrinking batch passes.
+# Batch sizes: a program is compiled for each one that a shrinking batch passes through.
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-# Of new tokens: places of the cache, which are masked until they are written.
+# Numbers of new tokens: places of the cache, which are masked until they are written.
 NEW_TOKENS = tuple(1 << shift for shift in range(4, 21))
-# A divisor of float32 logits, which do not overflow then. Below it no other token is drawn.
+# Float32 logits divided by this do not overflow. Below it no other token would be drawn.
 LEAST_TEMPERATURE = 1e-20
 MAX_LOGPROBS = 5  # likeliest tokens beside a chosen one; as OpenAI's API allows
 MAX_INT32 = 2**31 - 1
 
 
 def rounded_up(size: int, sizes: Sequence[int]) -> int:
-    """The smallest of the sizes that is enough."""
+    """The smallest of the sizes that is large enough."""
     return sizes[bisect.bisect_left(sizes, size)]
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpertSlots:
-    """How experts are offloaded: they come to the device when they are chosen
-    (chosen_experts.py), or in whole layers (ring_decode.py); with both, the formula decides for
+    """How experts are offloaded: they are moved to the device when they are chosen
+    (chosen_experts.py), or in whole layers (ring_decode.py); with both, a formula decides for
     each call (ring_or_chosen.py).
 
-    Offloading changes no number of the output.
+    Offloading changes no number in the output.
 
     Attributes:
         slots: experts of each Switch layer that are on the device at once; None moves no chosen
@@ -96,13 +97,13 @@ class ExpertSlots:
 
 @dataclasses.dataclass(frozen=True)
 class DecodingConfig:
-    """Names and meanings are those of Hugging Face's `generate` where it has them.
+    """Decoding settings, named and defined as in Hugging Face's `generate` where it has them.
 
     Attributes:
         pruning: what becomes of finished sentences (Kim et al. 2022, arXiv:2211.10017,
             section 3.5): `none` keeps them; `experts` leaves them out of the Switch layers;
             `compact` also gathers the live ones into the next smaller batch.
-        seed: seed of the samples, which depend on it and on the sentence's number alone.
+        seed: seed of the samples, which depend only on it and on the sentence's number.
         early_stopping: when a sentence's search ends, all beams being finished: `True` at
             once; `False` when the best running beam, as long as it is, scores no better than
             the worst finished one; `never` when it could not even at full length.
@@ -111,15 +112,15 @@ class DecodingConfig:
         forced_prefix: token ids that each output begins with, whatever the model finds likely,
             such as the language of a multilingual translation (`forced_bos_token_id`). They
             count as tokens of the output, but add nothing to its score.
-        stop: texts of which the first that occurs ends the output, and is not part of it.
+        stop: texts, the first of which to occur ends the output and is not part of it.
         logprobs: number of likeliest tokens whose log-probabilities are returned: natural
             logarithms of the model's own probabilities, before temperature, penalties and bans.
         eos_id, pad_id, start_id: token ids. `pad_id` fills places that nothing reads.
-            `start_id` begins a decoder's input; None where nothing does, without an encoder.
-        other_eos_ids: further tokens that end an output, and are not part of it.
+            `start_id` begins a decoder's input; None, without an encoder, where no token does.
+        other_eos_ids: further tokens that end an output and are not part of it.
         suppressed_ids: tokens that are never chosen.
-        num_ids: number of ids that the vocabulary has; those of the table from there on, which
-            have no text, are never chosen. None has no limit.
+        num_ids: number of ids that the vocabulary has; ids of the embedding table from there
+            on, which have no text, are never chosen. None sets no limit.
         is_prompt_bidirectional: whether each token of a decoder-only model's prompt attends to
             the whole prompt (prefix LM).
     """
@@ -220,7 +221,7 @@ class DecodingConfig:
         return tuple(map(element, values))
 
     def _check_texts(self, refuse) -> None:
-        """The settings of how an output begins and ends, and of how many there are."""
+        """Checks the settings of how outputs begin and end, and of how many there are."""
         number, beams, most = self.num_return_sequences, self.beam_size, self.max_new_tokens
         one = "greedy decoding has one output; set beam_size, or a temperature, or use 1"
         refuse("num_return_sequences", number > 1 and beams == 1 and not self.is_sampling, one)
@@ -236,7 +237,7 @@ class DecodingConfig:
             refuse("forced_prefix", True, f"id {end} ends an output; leave it out")
 
     def _check_drafts(self, refuse) -> None:
-        """Refuses settings that drafts do not allow: they predict the likeliest token alone."""
+        """Refuses settings that rule out drafts, which predict only the likeliest token."""
         for name, is_asked in (
             ("beam_size", self.beam_size > 1),
             ("temperature", self.is_sampling),
@@ -258,30 +259,30 @@ class DecodingConfig:
 
     @property
     def num_samples(self) -> int:
-        """Rows of the batch that an input has."""
+        """Number of rows of the batch that each input takes."""
         return (self.best_of or self.num_return_sequences) if self.is_sampling else 1
 
     @property
     def has_processors(self) -> bool:
-        """Whether logits are changed by what a text has so far; see `DecodingProgram`."""
+        """Whether logits are changed by the text so far; see `DecodingProgram`."""
         is_penalized = self.repetition_penalty != 1
         return is_penalized or self.no_repeat_ngram_size > 0 or bool(self.forced_prefix)
 
     @property
     def num_kept(self) -> int | None:
-        """Likeliest tokens kept of each step; None keeps no log-probabilities."""
+        """Number of likeliest tokens kept per step; None keeps no log-probabilities."""
         if self.logprobs:
             return MAX_LOGPROBS
-        # The score of a text that is stopped is the sum of its tokens'.
+        # A text cut at a stop string is scored by the sum of its tokens' log-probabilities.
         return 0 if self.logprobs == 0 or self.stop else None
 
     @property
     def program(self) -> "DecodingProgram":
-        """The settings that a program is compiled for; it has places for more new tokens."""
+        """The settings that a program is compiled for; places for new tokens are rounded up."""
         return self.program_of(rounded_up(self.max_new_tokens, NEW_TOKENS))
 
     def program_of(self, places: int, *, is_recorded: bool = False) -> "DecodingProgram":
-        """`program` with places for exactly so many new tokens."""
+        """Like `program`, with places for exactly this many new tokens."""
         return DecodingProgram(
             places,
             self.beam_size,
@@ -300,7 +301,7 @@ class DecodingConfig:
         )
 
 
-# What decides together how tokens are chosen.
+# Settings that together decide how tokens are chosen.
 _WAY = (
     "beam_size",
     "temperature",
@@ -309,7 +310,7 @@ _WAY = (
     "num_return_sequences",
     "prompt_lookup_num_tokens",
 )
-# What drafts are not for.
+# Settings that drafts do not support.
 _WITHOUT_DRAFTS = (
     "repetition_penalty",
     "no_repeat_ngram_size",
@@ -320,11 +321,11 @@ _WITHOUT_DRAFTS = (
 
 
 def with_defaults(defaults: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a `DecodingConfig`: what is asked for, and else a model's own defaults.
+    """Fields of a `DecodingConfig`: what is asked for, otherwise the model's own defaults.
 
-    Who asks for beams or a temperature gets nothing of the model's way to choose tokens, and
-    who asks for few new tokens no more of the model's least number. A model's own drafts and
-    stop strings give way to what they are not for.
+    A request for beams or a temperature discards the model's own way of choosing tokens, one
+    for few new tokens caps the model's least number at that. A model's own drafts and stop
+    strings give way to requested settings that they do not support.
     """
     left_out = {*(_WAY if {"beam_size", "temperature"} & asked.keys() else ())}
     left_out |= {"prompt_lookup_num_tokens"} if {*_WITHOUT_DRAFTS} & asked.keys() else set()
@@ -340,18 +341,18 @@ def with_defaults(defaults: Mapping[str, Any], asked: Mapping[str, Any]) -> dict
 class DecodingProgram:
     """The part of a `DecodingConfig` that is constant in a compiled program.
 
-    All else is data, an entry a row (`sampling.RowSettings`): another seed, temperature or
-    penalty, or another number of new tokens of the same bucket, compiles nothing.
+    Everything else is data, one entry per row (`RowSettings`): another seed, temperature or
+    penalty, or another number of new tokens in the same bucket, compiles nothing.
 
     Attributes:
-        max_new_tokens: places of the cache for new tokens; a row may have fewer.
-        is_pruning: finished sentences take part in no Switch layer.
-        has_processors: rows may have a repetition penalty, n-grams that do not repeat and
-            forced tokens; a program without reads none of these.
-        num_kept: likeliest tokens of each step whose log-probabilities are kept, beside the
-            chosen one's; None keeps neither.
-        num_drafts: tokens that a step reads beside each row's newest one; 0 drafts none.
-        is_recorded: the routing of what is read is kept (read_routing.py).
+        max_new_tokens: number of the cache's places for new tokens; a row may have fewer.
+        is_pruning: whether finished sentences are left out of the Switch layers.
+        has_processors: whether rows may have a repetition penalty, n-grams that must not repeat
+            and forced tokens; otherwise the program reads none of these.
+        num_kept: number of likeliest tokens of each step whose log-probabilities are kept,
+            beside the chosen one's; None keeps neither.
+        num_drafts: number of tokens that a step reads beside each row's newest one; 0 is none.
+        is_recorded: whether the routing of the tokens read is kept (read_routing.py).
     """
 
     max_new_tokens: int
@@ -379,10 +380,10 @@ class DecodingProgram:
 
     @property
     def num_candidates(self) -> int:
-        """Continuations that a search looks at, so that a beam remains of each."""
+        """Number of continuations that a search considers, enough for all beams to go on."""
         return (1 + len(self.eos_ids)) * self.beam_size
 
     @property
     def num_lanes(self) -> int:
-        """Tokens of a row that a step reads side by side: beams, or the newest and drafts."""
+        """Number of a row's tokens that a step reads: beams, or the newest one and drafts."""
         return self.beam_size + self.num_drafts

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model as programs of fixed shapes for one platform: prefill, a step, weights beside them.
+"""Exporting a model as programs of fixed shapes, prefill and a step, with weights beside them.
 
 Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 3.1, steps 3 to 6: the model as a static
-graph (`jax.export`), split over a mesh with its communication in it, with the kernels of the
-platform, to be deployed. `run_exported.py` runs it, without this package.
+graph (`jax.export`) for deployment on a platform: split over a mesh, with its communication and
+the platform's kernels inside. `run_exported.py` runs it, without this package.
 
 Dims: B batch, L length, M input length, P prompt, T new tokens
 """
@@ -45,9 +45,9 @@ from switchx.partitioning.compiler_options import CompilerOptions
 from switchx.partitioning.mesh import MeshSpec, batch_parts
 from switchx.whole_folders import give_mode_of_umask, new_folder, num_bytes, write_manifest
 
-# JAX does not promise to run them in later versions: `run_exported` asks for this one.
+# JAX does not promise to run these in later versions: `run_exported` asks for this one.
 UNSTABLE_CALLS = ("ragged_all_to_all", "__gpu$xla.gpu.triton")
-# Platforms, and the device whose kernels are taken where none is named.
+# The platforms, and the kind of device whose kernels are used where none is named.
 DEVICE_KINDS = {"cpu": "cpu", "tpu": "TPU v5 lite", "cuda": "NVIDIA H200"}
 
 _KINDS = {"cpu": ("cpu",), "tpu": ("TPU",), "cuda": ("NVIDIA", "Tesla", "Quadro")}
@@ -60,7 +60,7 @@ class Target:
     Attributes:
         platform: one of `DEVICE_KINDS`.
         device_kind: the device's kind, as JAX names it; None is the kind in `DEVICE_KINDS`.
-        mesh: the mesh; None is one device.
+        mesh: the mesh; None means one device.
         compiler: XLA's options for the programs, which are compiled where they run.
 
     Raises:
@@ -97,7 +97,7 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
-    """The fixed sizes: rows of a batch, most tokens of an input."""
+    """The fixed sizes: number of rows of a batch, and most tokens of an input."""
 
     batch_size: int
     input_length: int
@@ -124,18 +124,18 @@ def export_model(
         config, params: the model, as it was trained or quantized. No token is dropped, and
             finished rows take part in no Switch layer.
         targets: targets with different platforms and the same mesh.
-        about: JSON for the manifest: where the model comes from and how to make this again.
-        add_files: called with the folder; writes further files.
+        about: JSON for the manifest: where the model comes from and how to repeat the export.
+        add_files: writes further files; called with the folder.
         ring_slots: K: the experts of all but K - 2 layers of each stack are arguments in host
-            memory, and stream to the device in each call (`ring_decode.py`); None keeps all
+            memory and stream to the device in each call (`ring_decode.py`); None keeps all
             experts on the device.
 
     Returns:
-        The manifest, and bytes of all files.
+        The manifest, and the size of all files in bytes.
 
     Raises:
-        ValueError: shapes that do not fit the model or the mesh; a ring on a mesh, or see
-            `check_ring`; see `whole_folders.new_folder`.
+        ValueError: the shapes do not fit the model or the mesh, or there is a ring on a mesh;
+            see also `check_ring` and `whole_folders.new_folder`.
     """
     decoding = dataclasses.replace(decoding, pruning="experts")
     config = for_decoding(config)
@@ -181,7 +181,7 @@ def export_model(
 
 
 def _check_settings(config: ModelConfig, decoding: DecodingConfig, shapes: Shapes) -> None:
-    """Raises ValueError: settings do not fit the model, or what an export can do."""
+    """Raises ValueError: settings do not fit the model, or are not possible in an export."""
     check_tokens(config, decoding)
     if decoding.stop:
         way_out = "an export has token ids alone, no texts; leave it out, and cut the texts"
@@ -199,7 +199,7 @@ def _check_settings(config: ModelConfig, decoding: DecodingConfig, shapes: Shape
 
 
 def _for_ring(config: ModelConfig, params: dict, slots: int, targets: list[Target]):
-    """The unrolled model, as programs are traced that are cut at its Switch layers."""
+    """The unrolled model, in the form for tracing programs cut at its Switch layers."""
     require(
         all(target.mesh is None for target in targets),
         f"ring_slots={slots} with a mesh: experts stream to one device; leave out one of the "
@@ -211,7 +211,7 @@ def _for_ring(config: ModelConfig, params: dict, slots: int, targets: list[Targe
 
 
 def _ring(slots: int | None, weights: dict[str, dict[str, Any]]) -> dict[str, int] | None:
-    """Slots, and bytes in host memory, which all platforms have alike."""
+    """The number of slots and the bytes in host memory, which are alike on all platforms."""
     if slots is None:
         return None
     host_bytes = sum(
@@ -223,7 +223,7 @@ def _ring(slots: int | None, weights: dict[str, dict[str, Any]]) -> dict[str, in
 
 
 def _export(config: ModelConfig, params, decoding, shapes: Shapes, target: Target, ring_slots):
-    """The two programs of a target, flat dictionaries of arrays in and out."""
+    """Exports a target's two programs, which take and return flat dictionaries of arrays."""
     devices = target.devices()
     parts = batch_parts(devices.mesh, devices.rules)
     if shapes.batch_size % parts:
@@ -238,7 +238,7 @@ def _export(config: ModelConfig, params, decoding, shapes: Shapes, target: Targe
     if ring_slots is not None:
         bound = _Streamed(config, params, ring_slots, devices.mesh)
     inputs, weights = _split(devices, _inputs(config, shapes)), bound.weights
-    # What rows ask for is the same for all, constants of the program.
+    # All rows ask for the same: their settings are constants of the program.
     program = decoding.program_of(decoding.max_new_tokens)
     settings = RowSettings.of([decoding] * shapes.batch_size).fitted(program)
 
@@ -279,14 +279,14 @@ class _Resident:
     """A model whose weights are on the devices.
 
     Attributes:
-        weights: shape structs by name, a program's first argument.
+        weights: shape structs by name, the first argument of a program.
     """
 
     def __init__(self, params: dict):
         self._params, self.weights = params, tree.named_leaves(params)
 
     def run(self, program, settings: tuple, weights, **arrays):
-        """Runs a jitted program and returns its results; is traced."""
+        """Runs a jitted program and returns its results; it is called while tracing."""
         params = tree.map_named(lambda name, _: weights[name], self._params)
         return program(*settings, params=params, **arrays)
 
@@ -302,7 +302,7 @@ class _Streamed:
         _, layers = without_bank(config, params)
         host = NamedSharding(mesh, PartitionSpec(), memory_kind=run_exported.HOST)
         self._bank = Bank.abstract(config, layers, slots, host)
-        # By the name of a stack, the names of its layers' arrays, and their dtype.
+        # By the name of each stack, the names of its layers' arrays, and their dtype.
         paths = [layer_path(config.sparse_layer_names[n]) for n in self._bank.numbers]
         like = tree.named_leaves(layers[self._bank.numbers[0]])
         stacks = tree.named_leaves({"streamed": self._bank.streamed})
@@ -327,7 +327,7 @@ class _Streamed:
         return run_with_ring(self._config, cut, bank, jax.tree.leaves(arrays))
 
     def described(self) -> dict[str, dict[str, Any]]:
-        """Describes the weights, with the file's arrays that make the stacks in host memory."""
+        """Describes the weights, with the file's arrays that form the stacks in host memory."""
         found = _described(self.weights)
         for stack, (names, dtype) in self._layers.items():
             memory = {"memory": run_exported.HOST, "layers": names, "dtype_of_layers": dtype}
@@ -336,7 +336,7 @@ class _Streamed:
 
 
 def _lowered(function, arguments, weights, target: Target, devices: ModelMesh):
-    """One program, and what goes into it and comes out of it."""
+    """Exports one program, with descriptions of its inputs and outputs."""
     with devices.use():
         outputs = _split(devices, jax.eval_shape(function, weights, arguments))
         is_split = devices.mesh.size > 1
@@ -354,7 +354,7 @@ def _lowered(function, arguments, weights, target: Target, devices: ModelMesh):
 
 
 def _outputs(state: Decoding):
-    """The state, and what it says so far."""
+    """The state, and the outputs so far."""
     token_BLT, score_BL = state.hypotheses.results(state.rows)
     outputs = {"token_BLT": token_BLT, "score_BL": score_BL}
     if (log_probs := state.hypotheses.result_log_probs) is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From token lists to token lists: batches by length, decoded and pruned, in input order."""
+"""Generation from token lists to token lists, in batches of similar lengths, longest first."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -17,9 +17,9 @@ from switchx.inference.stop_strings import StopStrings
 from switchx.models.config import ModelConfig, require_one_task, require_our_blocks
 from switchx.routing_record import RecordWriter
 
-# Decoding steps between two looks at whether texts have stopped.
+# Decoding steps between two checks whether texts have stopped.
 STEPS_TO_STOPS = 8
-# To be said after an input's name.
+# Follows an input's name in an error message.
 NO_ANSWER = (
     "has no answer whose score is a number: logits are NaN or infinite, or the settings leave "
     "no token; check the checkpoint, or ask with other settings"
@@ -27,11 +27,11 @@ NO_ANSWER = (
 
 
 def for_decoding(config: ModelConfig, *, is_dropless: bool = True) -> ModelConfig:
-    """The configuration that a model is decoded with.
+    """Returns the configuration that a model is decoded with.
 
     Args:
-        is_dropless: no token is dropped, so that a sentence's result does not depend on the
-            others of its batch; False keeps the capacity of evaluation, and it may.
+        is_dropless: whether no token is dropped, so that a sentence's result does not depend on
+            others in its batch; False keeps the capacity of evaluation, and the result may.
 
     Raises:
         ValueError: the model cannot be decoded step by step.
@@ -50,18 +50,18 @@ def for_decoding(config: ModelConfig, *, is_dropless: bool = True) -> ModelConfi
 def without_capacity(config: ModelConfig) -> ModelConfig:
     """The model's configuration without capacity: no expert is ever full.
 
-    Experts that choose their tokens (`expert_choice`) have no capacity to do without: there
-    a text's result depends on the others of its group.
+    Experts that choose their tokens (`expert_choice`) cannot do without a capacity: there a
+    text's result depends on the others in its group.
     """
     switch = config.switch
     if switch is None or switch.router.has_choosing_experts:
         return with_capacity(config)
-    # Without capacity, padding takes no token's place: nothing needs to count it.
+    # Without capacity, padding takes no token's place, so nothing needs to count it.
     router = dataclasses.replace(
         switch.router, overflow="dropless", balance_counts="first_choice", padding="ignored"
     )
-    # Where nothing is dropped, groups decide nothing: with any `expert_capacity` a row is one,
-    # so that the devices of a mesh have whole groups.
+    # Where nothing is dropped, groups do not matter: with any `expert_capacity` each row is a
+    # group, so that the devices of a mesh have whole groups.
     if not switch.has_attention:
         switch = switch.with_dispatcher("dropless")
     switch = dataclasses.replace(switch, router=router, expert_capacity=1)
@@ -69,8 +69,8 @@ def without_capacity(config: ModelConfig) -> ModelConfig:
 
 
 def with_capacity(config: ModelConfig) -> ModelConfig:
-    """The configuration with the groups that the model has on one device; the compiler splits
-    them."""
+    """The configuration with the groups that the model has on one device, which the compiler
+    then splits."""
     if config.switch is None or config.switch.has_attention:
         return config
     return dataclasses.replace(config, switch=config.switch.with_dispatcher("gather"))
@@ -81,11 +81,11 @@ class Generated:
     """A text that a model wrote.
 
     Attributes:
-        output: a text where texts were read, otherwise token ids without the end, up to the
+        output: text where texts were read, otherwise token ids without the end, up to the
             one that completes a text of `stop`.
         score: log-probability over length ** length_penalty, the end included. In a search it
             is computed from the changed logits, without forced tokens, as in `transformers`.
-        is_finished: whether it came to an end or to a text of `stop`; otherwise it was cut off.
+        is_finished: whether it reached its end or a text of `stop`; otherwise it was cut off.
         token_logprobs, top_logprobs: see `Hypothesis`.
     """
 
@@ -99,7 +99,7 @@ class Generated:
     def of(
         cls, hypothesis: Hypothesis, vocabulary: Vocabulary | None, stops: StopStrings | None
     ) -> "Generated":
-        """A hypothesis with its text, or without a vocabulary with its tokens."""
+        """A hypothesis with its text, or with its tokens where there is no vocabulary."""
         values = vars(hypothesis) | {"output": hypothesis.tokens}
         if vocabulary is not None:
             values["output"] = text_of(hypothesis, vocabulary, stops)
@@ -113,7 +113,7 @@ def text_of(hypothesis: Hypothesis, vocabulary: Vocabulary, stops: StopStrings |
 
 
 class Generator:
-    """`for number, hypotheses in generator(inputs): ...`, longest inputs first.
+    """Generates outputs: `for number, hypotheses in generator(inputs): ...`, longest first.
 
     Attributes:
         config, params: the model, as `for_decoding` returns it.
@@ -121,10 +121,10 @@ class Generator:
         batch_size: most sentences in a batch; each sample is one sentence.
         stops: texts that end an output, or None.
         devices: the devices of `params`.
-        experts: the experts that come to the device when they are chosen, whose other
-            parameters are `params`; None where `params` has all experts.
-        record: writer that gets the routing of what is read, of each input's first hypothesis;
-            rows have their inputs' numbers.
+        experts: the experts of a model that are moved to the device when they are chosen, where
+            `params` are its other parameters; None where `params` has all experts.
+        record: writer that gets the routing of the tokens read, for each input's first
+            hypothesis; rows have their inputs' numbers.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Generator:
         vocabulary: Vocabulary | None = None,
         record: RecordWriter | None = None,
     ):
-        """Raises ValueError: the model cannot be decoded or recorded so."""
+        """Raises ValueError: the model cannot be decoded or recorded with these settings."""
         if not 1 <= batch_size <= BATCHES[-1]:
             raise ValueError(f"batch_size={batch_size}; use 1 to {BATCHES[-1]}")
         if not decoding.beam_size <= config.vocab_size:
@@ -179,20 +179,20 @@ class Generator:
         """Yields an input's number and its hypotheses.
 
         A search yields all of its beams, and `best_of` all samples, the best first, so that the
-        first `num_return_sequences` are the answers. Other samples are in the order of their
+        first `num_return_sequences` are the answers. Other samples come in the order of their
         numbers: sample s of S of input n depends on the number n * S + s.
 
         Args:
             inputs: token ids that the encoder reads, or that a decoder-only model continues.
-            token_limits: most new tokens of each input, up to `max_new_tokens`, which None is
-                for all inputs.
+            token_limits: most new tokens of each input, up to `max_new_tokens`; None takes
+                `max_new_tokens` for all inputs.
             first_number: number of the first input, where the inputs are part of a longer list;
                 samples depend on the number.
 
         Raises:
-            ValueError: an input is empty, has ids outside of the vocabulary, or is longer
-                than the model's positions; a limit is not 1 to `max_new_tokens`. Nothing
-                has been generated. Or, later, an input has no answer whose score is a number.
+            ValueError: an input is empty, has ids outside the vocabulary, or needs more than
+                the model's positions, or a limit is not 1 to `max_new_tokens`: then nothing has
+                been generated. Or, later, an input has no answer whose score is a number.
         """
         most = self.decoding.max_new_tokens
         token_limits = [most] * len(inputs) if token_limits is None else token_limits
@@ -242,7 +242,7 @@ class Generator:
                 read.clear()
 
     def _write_record(self, read: dict[int, tuple[Sequence[int], Hypothesis]]) -> None:
-        """Writes one batch: inputs, and what was written to them, by number."""
+        """Records one batch: inputs and their answers, by number."""
         parts = {}
         start = [self.decoding.start_id] if self.config.is_encoder_decoder else []
         for stack in next(iter(read.values()))[1].routing:
@@ -256,7 +256,7 @@ class Generator:
         self._num_recorded += 1
 
     def _until_ended(self, batch: RunningBatch) -> Iterator[tuple[int, list[Hypothesis]]]:
-        """The rows of a batch, as they end."""
+        """Yields the rows of a batch as they end."""
         while batch.waiting:
             for row, hypotheses in batch.advance(self.stops and STEPS_TO_STOPS).items():
                 whole = [self._stopped(each, is_last=True) or each for each in hypotheses]
@@ -267,7 +267,7 @@ class Generator:
                     yield row, [stopped]
 
     def _stopped(self, hypothesis: Hypothesis, *, is_last: bool) -> Hypothesis | None:
-        """The hypothesis up to a text that ends it, if it has one."""
+        """The hypothesis up to the stop string that ends it; None where it has none."""
         number = self.stops and self.stops.num_tokens(hypothesis.tokens, is_last=is_last)
         return hypothesis.stopped(number, self.decoding) if number else None
 
@@ -309,8 +309,8 @@ def check_tokens(config: ModelConfig, decoding: DecodingConfig) -> None:
 
 
 def check_drafts(config: ModelConfig, decoding: DecodingConfig, *, has_slots: bool) -> None:
-    """Raises FieldError: experts are such that drafts would change the output, or cost more
-    than they save."""
+    """Raises FieldError: the model's experts are such that drafts would change the output, or
+    cost more than they save."""
     way_out = None
     if has_slots:
         way_out = "experts come when chosen, those of wrong drafts for nothing"
@@ -323,7 +323,7 @@ def check_drafts(config: ModelConfig, decoding: DecodingConfig, *, has_slots: bo
 
 
 def positions_needed(config: ModelConfig, input_length: int, new_tokens: int) -> int | None:
-    """Rows of a position table that decoding reads, or None where the model has no table."""
+    """Number of rows of a position table that decoding reads; None where there is no table."""
     if not config.has_length_limit:
         return None
     if config.is_encoder_decoder:
@@ -332,7 +332,8 @@ def positions_needed(config: ModelConfig, input_length: int, new_tokens: int) ->
 
 
 def token_fault(config: ModelConfig, tokens: Sequence[int]) -> str | None:
-    """The fault of token ids for any use, to follow their name in a message; or None."""
+    """The fault that rules token ids out for any use, to follow their name in a message; or
+    None."""
     if len(tokens) > LENGTHS[-1]:
         return f"has {len(tokens)} tokens; shorten it to {LENGTHS[-1]} at most"
     V = config.vocab_size

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of a batch in decoding: what each asks for, and which tokens it may choose next.
+"""The rows of a batch in decoding: their settings, and which tokens each may choose next.
 
 Logits are changed as Hugging Face's processors change them: a repetition penalty (Keskar et al.
 2019, arXiv:1909.05858, section 4.1), n-grams that must not repeat (Paulus et al. 2017,
@@ -24,9 +24,9 @@ EARLY_STOPPING = (False, True, "never")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowSettings:
-    """The settings that each sentence has of its own: data of the compiled program.
+    """The settings that each sentence has for itself, which are data of the compiled program.
 
-    They are fields of `DecodingConfig`; sentences of one batch may be of different people.
+    They are fields of `DecodingConfig`; sentences of one batch may be different people's.
 
     Attributes:
         seed_B: int32.
@@ -36,8 +36,8 @@ class RowSettings:
         length_penalty_B: float32.
         early_stopping_B: int32, a place in `EARLY_STOPPING`; read where the program searches.
         min_new_tokens_B: int32.
-        repetition_penalty_B: float32; this and what follows is read where the program has
-            processors.
+        repetition_penalty_B: float32; this and the following ones are read where the program
+            has processors.
         no_repeat_ngram_size_B: int32; 0 for none.
         forced_BT: int32, the tokens that each output begins with, -1 behind them.
     """
@@ -55,7 +55,7 @@ class RowSettings:
 
     @classmethod
     def of(cls, decodings: Sequence[DecodingConfig]) -> "RowSettings":
-        """NumPy arrays with an entry for each of the configurations."""
+        """Makes NumPy arrays with an entry for each of the configurations."""
 
         def column(dtype, values):
             return np.array(list(values), dtype)
@@ -81,7 +81,7 @@ class RowSettings:
         """A copy with NumPy arrays in the shapes of a program.
 
         Raises:
-            ValueError: a row asks for what the program has not been compiled for.
+            ValueError: a row asks for something that the program was not compiled for.
         """
         if program.has_processors:
             forced_BT = lengthened(self.forced_BT, program, -1)[:, : program.max_new_tokens]
@@ -139,7 +139,7 @@ class Rows:
         x_BLV = self._without_early_end(x_BLV, number_B, program)
         is_banned_BLM = self._ends_ngram(text_BLM, number_B)
         left_BLV = _put(x_BLV, text_BLM, is_banned_BLM, -jnp.inf)
-        # Of a small vocabulary no token may be left.
+        # In a small vocabulary, all tokens may be banned.
         is_any_BL1 = jnp.any(left_BLV > -jnp.inf, axis=2, keepdims=True)
         x_BLV = jnp.where(is_any_BL1, left_BLV, x_BLV)
         forced_B11 = self.forced_B(number_B)[:, None, None]
@@ -165,8 +165,8 @@ class Rows:
     def _ends_ngram(self, text_BLM, number_B):
         """Whether a place's token ends an n-gram whose other tokens are the text's last ones.
 
-        A comparison of the whole text with itself for each of the n - 1, shifted by one more
-        place each time, as long as any n-gram is alike.
+        The whole text is compared with itself once for each of the n - 1 other tokens, shifted
+        by one more place each time, as long as any n-gram still matches.
         """
         size_B, place_M = self.settings.no_repeat_ngram_size_B, jnp.arange(text_BLM.shape[2])
         first_B = jnp.sum(self.read_BP < 0, axis=1)
@@ -192,16 +192,16 @@ class Rows:
 
 
 def _penalized(x_BLV, text_BLM, penalty_B):
-    """Each token that occurs: x / penalty where x is positive, x * penalty elsewhere."""
+    """Penalizes tokens that occur: x * penalty where x is negative, x / penalty elsewhere."""
     old_BLM = jnp.take_along_axis(x_BLV, jnp.maximum(text_BLM, 0), axis=2)
     penalty_B11 = penalty_B[:, None, None]
     new_BLM = jnp.where(old_BLM < 0, old_BLM * penalty_B11, old_BLM / penalty_B11)
-    # A token that occurs twice has one new value.
+    # A token that occurs twice gets the same new value each time.
     return _put(x_BLV, text_BLM, text_BLM >= 0, new_BLM)
 
 
 def _put(x_BLV, text_BLM, is_put_BLM, value):
-    """The numbers of those tokens set to a value."""
+    """Sets the numbers of the tokens where `is_put_BLM` to a value."""
     B, L, V = x_BLV.shape
     token_BLM = jnp.where(is_put_BLM, text_BLM, V)  # which is no token, and dropped
     row_B11, beam_1L1 = jnp.arange(B)[:, None, None], jnp.arange(L)[None, :, None]
@@ -209,7 +209,7 @@ def _put(x_BLV, text_BLM, is_put_BLM, value):
 
 
 def lengthened(token_BT, program: DecodingProgram, fill):
-    """Texts `[..., T]` with places for `max_new_tokens`, if they have not more."""
+    """Texts `[..., T]` with places for `max_new_tokens`, unless they have more already."""
     more = max(0, program.max_new_tokens - token_BT.shape[-1])
     widths = [(0, 0)] * (token_BT.ndim - 1) + [(0, more)]
     xp = np if isinstance(token_BT, np.ndarray) else jnp

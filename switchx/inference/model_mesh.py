@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model in use on a device mesh: where its arrays are, and how its programs are compiled.
+"""Models in use on a device mesh: where their arrays are, how their programs are compiled.
 
 Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 3.1, Table 2: decoding with the experts
-over devices. Parameters follow the rules that training follows.
+split over devices. Parameters follow the same sharding rules as in training.
 
 Dims: B batch
 """
@@ -29,8 +29,8 @@ class ModelMesh:
     """The devices of a model in use.
 
     Attributes:
-        mesh: the mesh; None is the default device alone.
-        rules: sharding rules, which dimension is split over which axis of the mesh.
+        mesh: the mesh; None means the default device alone.
+        rules: sharding rules: which dimension is split over which axis of the mesh.
         compiler: XLA's options for all programs.
     """
 
@@ -40,7 +40,7 @@ class ModelMesh:
 
     @classmethod
     def of(cls, spec: MeshSpec | None, compiler=CompilerOptions()) -> "ModelMesh":
-        """Raises ValueError where the mesh does not use exactly the devices there are, or XLA
+        """Raises ValueError where the mesh does not use exactly the devices that exist, or XLA
         refuses an option."""
         built = (None, Rules()) if spec is None else (spec.build(), spec.rules)
         devices = cls(*built, compiler)
@@ -61,14 +61,14 @@ class ModelMesh:
         return tuple(sorted(options.items()))
 
     def use(self):
-        """A context in which programs are traced for these devices, and run on them."""
+        """A context in which programs are traced for these devices and run on them."""
         if self.mesh is None:
             return contextlib.nullcontext()
         return use_mesh(self.mesh, self.rules)
 
     def run(self, function, settings: tuple, shape: tuple, **arrays):
-        """Runs a function, compiled for these devices, and returns its result. All threads
-        begin programs on these devices in one order; see `Programs.run`."""
+        """Runs a function, compiled for these devices, and returns its result. Programs of
+        all threads begin in the same order on all devices; see `Programs.run`."""
         how = {"is_on_mesh": self.mesh is not None, "options": self.options}
         with self.use():
             return PROGRAMS.run(function, settings, shape, **how, **arrays)
@@ -83,7 +83,7 @@ class ModelMesh:
             )
 
     def abstract(self, params: dict) -> dict:
-        """Shape structs of parameters, with where they are to be.
+        """Shape structs of parameters, with the shardings that they are to have.
 
         Raises:
             ValueError: a parameter does not divide over the mesh.
@@ -97,23 +97,23 @@ class ModelMesh:
         )
 
     def place(self, params: dict) -> dict:
-        """The parameters, each device with its part; raises as `abstract` does."""
+        """Places the parameters, each device getting its part; raises as `abstract` does."""
         if self.mesh is None:
             return params
         return jax.device_put(params, param_shardings(self.rules, self.mesh, params))
 
     def fetch(self, arrays):
-        """A pytree of arrays on the host, whole, also where processes have parts of them."""
+        """Whole arrays of a pytree on the host, even where each process has only a part."""
         leaves = [leaf for leaf in jax.tree.leaves(arrays) if isinstance(leaf, jax.Array)]
         if all(leaf.is_fully_addressable for leaf in leaves):
             return jax.device_get(arrays)
         return multihost_utils.process_allgather(arrays, tiled=True)
 
     def batches(self, config: ModelConfig, sizes: tuple[int, ...]) -> tuple[int, ...]:
-        """Sizes of batches whose rows divide over the devices, from others.
+        """Rounds batch sizes up to ones whose rows divide over the devices.
 
-        Where experts have a capacity they are as they were: a larger batch would be grouped
-        in another way.
+        Where experts have a capacity the sizes stay as they are: a larger batch would be
+        grouped differently.
         """
         if self.mesh is None or has_capacity(config):
             return sizes
@@ -125,7 +125,7 @@ ONE_DEVICE = ModelMesh()
 
 
 def has_capacity(config: ModelConfig) -> bool:
-    """Whether a token's result depends on the others of its group."""
+    """Whether a token's result depends on the others in its group."""
     if config.switch is None:
         return False
     router = config.switch.router

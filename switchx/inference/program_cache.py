@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled programs of decoding: a bounded number of them, and a count of what was compiled.
+"""A bounded cache of compiled decoding programs, and a count of what was compiled.
 
 A process has a limited number of memory maps (Linux: `vm.max_map_count`, 65,530), and XLA's
-CPU programs take some hundred to a thousand each; one that runs out of them ends in a
-segmentation fault. So the least recently used program leaves before that.
+CPU programs take several hundred to a thousand each; a process that runs out of them ends in a
+segmentation fault. So the least recently used program is dropped before that.
 """
 
 import collections
@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 import jax
 
 Program = TypeVar("Program")
-# Of XLA, by name, in the order of names.
+# XLA's options: pairs of name and value, sorted by name.
 Options = tuple[tuple[str, str], ...]
 MOST_PROGRAMS = 64
-# A program without weights moves rows: 24 to 36 memory maps and half a MiB on a CPU, where one
-# that runs a model has some hundred maps and 7 to 60 MiB.
+# A program without weights only moves rows: it takes 24 to 36 memory maps and half a MiB on a
+# CPU, where one that runs a model takes several hundred maps and 7 to 60 MiB.
 SMALL = 1 / 8
-# Of the memory maps that a process may have.
+# Share of the memory maps that a process may have.
 MOST_MAPS = 0.5
 
 _COMPILED_EVENT = "/jax/core/compile/backend_compile_duration"
@@ -30,13 +30,13 @@ _MAX_MAPS = pathlib.Path("/proc/sys/vm/max_map_count")
 
 
 class Programs:
-    """Programs, of which the most recently used ones are kept with what they compiled.
+    """A cache that keeps the most recently used programs with what they compiled.
 
     Any thread may use it.
     """
 
     def __init__(self, most: int = MOST_PROGRAMS):
-        """Keeps `most` of them at most, or fewer where they have too many memory maps; those
+        """Keeps at most `most` programs, or fewer where they have too many memory maps; ones
         that only move rows count as `SMALL`."""
         self.most = most
         self._lock, self._starting = threading.Lock(), threading.Lock()
@@ -56,11 +56,11 @@ class Programs:
         Args:
             function: takes `settings`, then `arrays`; an array named `state` is donated.
             settings: constants of the program.
-            shape: what else distinguishes programs with the same settings.
+            shape: anything else that distinguishes programs with the same settings.
             options: the compiler's `Options`.
-            is_on_mesh: whether it runs on several devices, which have to begin their programs
-                in one order. Two threads might begin two programs in different orders on two
-                devices, whose collectives would wait for each other for ever.
+            is_on_mesh: whether it runs on several devices, which all have to begin programs in
+                the same order. Otherwise two threads might begin two programs in different
+                orders on two devices, and their collectives would wait for each other forever.
         """
         key = function, settings, shape, options
 
@@ -73,32 +73,32 @@ class Programs:
         if not is_on_mesh:
             return jitted(**arrays)
         if key in self._fresh:
-            # JAX keeps what it compiles for the call below; others need not wait for it.
+            # JAX keeps what it compiles for the call below; other threads need not wait for it.
             jitted.lower(**arrays).compile()
             self._fresh.discard(key)
         with self._starting:
             return jitted(**arrays)
 
     def kept(self, key: tuple, make: Callable[[], tuple[Program, float]]) -> Program:
-        """The program of a key, which `make` makes where it is not kept.
+        """Returns the program of a key, which `make` makes where it is not kept.
 
         Args:
-            key: function, settings, shape, options as of `run`, and what else distinguishes it.
-            make: gives it, not compiled yet, and how many programs of a model it counts as.
+            key: function, settings, shape, options as in `run`, then what else identifies it.
+            make: returns it, not compiled yet, and how many programs of a model it counts as.
         """
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
                 return self._kept[key]
-        program, size = make()  # it may trace, and others need not wait for that
+        program, size = make()  # it may trace, which others need not wait for
         with self._lock:
-            if key not in self._kept:  # else another thread has made it meanwhile
+            if key not in self._kept:  # otherwise another thread has made it meanwhile
                 self._make_space(size)
                 self._kept[key], self._size[key] = program, size
             return self._kept[key]
 
     def holds(self, function, settings: tuple, shape: tuple, options: Options = ()) -> bool:
-        """Whether it has a program of such a call, of `run` or of one that is cut."""
+        """Whether it keeps a program of such a call, whole (`run`) or cut into parts."""
         with self._lock:
             return any(key[:4] == (function, settings, shape, options) for key in self._kept)
 
@@ -113,9 +113,9 @@ class Programs:
 
 
 def _jitted(function, settings: tuple, options: Options):
-    function = getattr(function, "__wrapped__", function)  # what is in a `jax.jit`
+    function = getattr(function, "__wrapped__", function)  # the function inside a `jax.jit`
 
-    # A function of its own: JAX keeps what it compiled as long as the function is there.
+    # A new function each time: JAX keeps what it compiled as long as the function exists.
     def program(**arrays):
         return function(*settings, **arrays)
 
@@ -124,7 +124,7 @@ def _jitted(function, settings: tuple, options: Options):
 
 
 def num_maps() -> int:
-    """Memory maps of this process; 0 where the system does not say."""
+    """Number of memory maps of this process; 0 where the system does not say."""
     try:
         return _MAPS.read_bytes().count(b"\n")
     except OSError:
@@ -132,7 +132,7 @@ def num_maps() -> int:
 
 
 def share_of_maps() -> float:
-    """The share of this process' allowed memory maps that it has."""
+    """The share of its allowed memory maps that this process has in use."""
     try:
         return num_maps() / int(_MAX_MAPS.read_text())
     except (OSError, ValueError):
@@ -140,7 +140,7 @@ def share_of_maps() -> float:
 
 
 class Compilations:
-    """Counts of the programs that this process compiled, or read from the persistent cache.
+    """Counts of the programs that this process compiled or read from the persistent cache.
 
     Attributes:
         number: number of programs.
@@ -160,5 +160,5 @@ class Compilations:
                 self.seconds += duration_s
 
 
-# Of this process, as its memory maps are.
+# One of each per process, since memory maps are per process.
 PROGRAMS, COMPILATIONS = Programs(), Compilations()

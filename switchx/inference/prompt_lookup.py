@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Greedy decoding of several tokens a step: drafts that are looked up in the text itself.
+"""Greedy decoding of several tokens a step, with drafts looked up in the text itself.
 
-Where a text repeats its prompt, its source or itself, what followed the last occurrence of its
-last two tokens (or of the last one) is what it says next. These tokens are drafts: a step reads
-them beside the newest token and keeps as many as the model finds likeliest in their places, and
-the token after those. Saxena 2023 (prompt lookup decoding), `transformers`'
-`prompt_lookup_num_tokens`; of drafts of any kind Leviathan et al. 2023 (arXiv:2211.17192).
+Where a text repeats its prompt, its source or itself, the tokens that followed the last
+occurrence of its last two tokens (or of the last one) come next. These tokens are drafts: a
+step reads them beside the newest token and keeps them while each is the model's likeliest token
+in its place, then adds the token after those. Saxena 2023 (prompt lookup decoding),
+`prompt_lookup_num_tokens` in `transformers`; drafts in general: Leviathan et al. 2023
+(arXiv:2211.17192).
 Dims: B batch, S drafts of a step, L = S + 1 lanes (the newest token, then drafts), M places of
 the text, T new tokens, V vocabulary, R = B * L
 """
@@ -25,12 +26,12 @@ from switchx.inference.sampling import Greedy, next_token
 class Drafted(Greedy):
     """The new tokens of each sentence so far, and drafts of its next tokens.
 
-    A step in the ring has one lane of keys and values for the token that was then the newest,
-    and one lane for each draft; lanes of wrong drafts are never attended to.
+    A step in the ring has one lane of keys and values for the token that was newest at the
+    time, and one lane for each draft; lanes of wrong drafts are never attended to.
 
     Attributes:
         read_BM: token ids that were read before the first new token, the last one in the last
-            place; -1 where there is none.
+            place; -1 where there is no token.
         first_BT: number of new tokens before each step in the ring, the next one included.
         draft_BS: drafts of the tokens after the newest one.
     """
@@ -41,11 +42,11 @@ class Drafted(Greedy):
 
     @classmethod
     def of_texts(cls, texts, program: DecodingProgram) -> "Drafted":
-        """Before the first new token.
+        """Returns the state before the first new token.
 
         Args:
-            texts: pairs of what was read, ids and whether they are tokens; the source, which
-                may be None, then the prompt.
+            texts: pairs of what was read: ids, and whether they are tokens; first the source,
+                which may be None, then the prompt.
         """
         read_BM = jnp.concatenate(
             [jnp.where(is_token, ids, -1) for ids, is_token in texts if ids is not None], axis=1
@@ -67,7 +68,7 @@ class Drafted(Greedy):
         return position_B[:, None] + jnp.arange(self.draft_BS.shape[1] + 1)[None]
 
     def sees_BLTL(self, behind_T):
-        """A lane attends to the lanes of past steps that became text, and to no later lane."""
+        """A lane attends to lanes of past steps that became text, and to no later lane."""
         lane_L = jnp.arange(self.draft_BS.shape[1] + 1)
         num_kept_BT = jnp.roll(self.first_BT, -1, axis=1) - self.first_BT
         is_text_BTL = lane_L[None, None] < num_kept_BT[..., None]
@@ -104,7 +105,7 @@ class Drafted(Greedy):
         is_right_BS = self.draft_BS == token_BL[:, :-1]
         is_right_BS &= ~program.ends(token_BL[:, :-1])
         is_right_BS &= number_BL[:, 1:] < rows.max_new_tokens_B[:, None]
-        # The first is new, and each further one as long as the drafts before it are right.
+        # The first is new, and so is each further one as long as the drafts before are right.
         is_new_BL = jnp.concatenate([rows.is_live_B[:, None], is_right_BS], axis=1)
         is_new_BL = jnp.cumprod(is_new_BL, axis=1) > 0
         num_new_B = jnp.sum(is_new_BL, axis=1)
@@ -137,7 +138,7 @@ class Drafted(Greedy):
 
 
 def _likeliest(logits_BLV, number_BL, rows: Rows, program: DecodingProgram):
-    """The token that greedy decoding has after each lane, and its log-probability."""
+    """The token that greedy decoding chooses after each lane, and its log-probability."""
     B, L, V = logits_BLV.shape
     lanes = jax.tree.map(lambda leaf: jnp.repeat(leaf, L, axis=0), rows)
     logits_RV, number_R = logits_BLV.reshape(B * L, V), number_BL.reshape(-1)
@@ -149,12 +150,12 @@ def _likeliest(logits_BLV, number_BL, rows: Rows, program: DecodingProgram):
 def drafts(text_BM, length_B, number: int, fill: int):
     """The tokens after the last earlier occurrence of each text's last two tokens, `[B, S]`.
 
-    Where they did not occur before, of the last one; where that did not either, `fill`. A text
-    that ends before so many tokens is taken to go on as it did since that occurrence.
+    Where the two did not occur before, those after the last token's; where that did not either,
+    `fill`. A text that ends too soon for S tokens is taken to repeat itself since then.
 
     Args:
         text_BM: ids, below 0 where there is no token.
-        length_B: places of each text; what follows is not read.
+        length_B: number of places of each text; the places after them are not read.
     """
     place_M = jnp.arange(text_BM.shape[1])
     last_B1, before_B1 = (
@@ -164,7 +165,7 @@ def drafts(text_BM, length_B, number: int, fill: int):
     is_one_BM = (text_BM == last_B1) & (place_M[None] < length_B[:, None] - 1) & (last_B1 >= 0)
     previous_BM = jnp.pad(text_BM[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
     is_two_BM = is_one_BM & (previous_BM == before_B1) & (before_B1 >= 0)
-    # An occurrence of two tokens comes before all of one.
+    # Any occurrence of two tokens is preferred to all occurrences of one.
     found_BM = jnp.where(is_two_BM, place_M + len(place_M), jnp.where(is_one_BM, place_M, -1))
     best_B1 = jnp.max(found_BM, axis=1, keepdims=True)
     at_B1 = best_B1 % len(place_M)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The routing of what decoding reads: kept on the device, cut out for a text, recorded.
+"""The routing of the tokens that decoding reads: kept on the device, cut out by text, recorded.
 
-Prefill and steps have routed each token that they read; what they found stays beside the KV
-cache, in the same places. A text of a search is read in lanes that its ancestors had
+Prefill and steps route each token that they read; the results stay beside the KV cache, in the
+same places. A search's text is looked up in the lanes that its ancestors had
 (`beam_search.py`), so rows are never moved or copied.
 Dims: B batch, L lanes or length, M source, P prompt, T steps in the ring, Q places of a
 chunk, N Switch layers, S numbers of a token in a layer: R ranked experts, their R
@@ -24,12 +24,12 @@ from switchx.routing_record import StackRecord
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ReadRouting:
-    """The routing of all that a batch has read; float32, which holds ids up to 2^24 exactly.
+    """The routing of all tokens that a batch has read, in float32: exact for ids up to 2^24.
 
     Attributes:
         source_NBMS: numbers of the encoder's tokens; None where it has no Switch layers.
         prompt_NBPS: numbers of the prompt, whose last token the first step reads again; None
-            where the decoder has no Switch layers, as the next one.
+            where the decoder has no Switch layers, like the next one.
         step_NBTLS: numbers of the tokens that each step in the ring has read.
     """
 
@@ -39,11 +39,11 @@ class ReadRouting:
 
     @classmethod
     def start(cls, config: ModelConfig, program: DecodingProgram, batch: int, source, prompt):
-        """Before the first step.
+        """Returns the routing before the first step.
 
         Args:
-            source: `RoutingStats` of the encoder; None without any.
-            prompt: numbers of a prompt of the decoder; None without a prompt.
+            source: `RoutingStats` of the encoder; None where there are none.
+            prompt: numbers of the decoder's prompt; None without a prompt.
         """
         step_NBTLS = None
         if config.num_sparse_layers_of("decoder"):
@@ -53,7 +53,7 @@ class ReadRouting:
         return cls(None if source is None else _numbers(source), prompt, step_NBTLS)
 
     def with_step(self, stats, place, is_live_B) -> "ReadRouting":
-        """A copy with what a step has read, of live sentences: others keep all of the ring."""
+        """A copy with the tokens that a step read, if live; others keep all of their ring."""
         if self.step_NBTLS is None:
             return self
         new_NBTLS = _numbers(stats)[:, :, None]
@@ -67,12 +67,12 @@ class ReadRouting:
     def of_text(
         self, place, num_steps: int, begin_B, lane_BLT, is_source_BM, is_prompt_BP
     ) -> dict[str, np.ndarray]:
-        """The numbers of one text, `[N, L, S]` by stack; arrays are NumPy's.
+        """The numbers of one text, NumPy arrays `[N, L, S]` by stack.
 
         Args:
-            place: numbers of its row and its hypothesis.
-            num_steps: number of its tokens that steps have read.
-            lane_BLT: `result_lane_BLT` of the hypotheses; the others are `Decoding`'s.
+            place: indices of the text's row and hypothesis.
+            num_steps: number of the text's tokens that steps have read.
+            lane_BLT: `result_lane_BLT` of the hypotheses; the other arrays are `Decoding`'s.
         """
         row, _ = place
         lane_T = lane_BLT[place]
@@ -88,13 +88,13 @@ class ReadRouting:
 
 
 def prompt_numbers(config: ModelConfig, batch: int, length: int) -> jax.Array | None:
-    """Zeros for the numbers `[N, B, P, S]` of prompts; None without Switch layers there."""
+    """Zeros for prompts' numbers `[N, B, P, S]`; None without Switch layers in the decoder."""
     N = config.num_sparse_layers_of("decoder")
     return jnp.zeros((N, batch, length, 2 * config.switch.num_ranks + 1)) if N else None
 
 
 def with_numbers(number_NBPS, first, y_BQD, stats):
-    """A copy with what was found of Q places from `first` on; None stays None."""
+    """A copy with the numbers of Q places from `first` on; None stays None."""
     if number_NBPS is None:
         return None
     new_NBQS = _numbers(stats)
@@ -102,7 +102,7 @@ def with_numbers(number_NBPS, first, y_BQD, stats):
 
 
 def _numbers(stats) -> jax.Array:
-    """`[N, B, L, S]` of the `RoutingStats` of one stack."""
+    """The numbers `[N, B, L, S]` in the `RoutingStats` of one stack."""
     (choices,) = stats.choices
     parts = choices.rank_BLR, choices.prob_BLR, choices.margin_BL[..., None]
     return jnp.concatenate([each.astype(jnp.float32) for each in parts], axis=-1)
@@ -111,12 +111,12 @@ def _numbers(stats) -> jax.Array:
 def stack_record(
     config: ModelConfig, texts: Sequence[Sequence[int]], numbers: Sequence[np.ndarray]
 ) -> StackRecord:
-    """The record of texts that were read in one stack, by a model that drops no token.
+    """The record of texts that one stack has read, of a model that drops no token.
 
     Args:
-        texts: token ids; the last one of a text that was cut off was not read.
+        texts: token ids; the last token of a text that was cut off was not read.
         numbers: `[N, L, S]` of each text, as `ReadRouting.of_text` returns them; they go on
-            where a text was stopped.
+            beyond the end of a text that was stopped.
     """
     R, E = config.switch.num_ranks, config.switch.num_experts
     both = list(zip(texts, numbers, strict=True))
@@ -125,7 +125,7 @@ def stack_record(
     B = len(texts)
     L = max(length_B)
     token_BL, segment_BL = np.zeros((2, B, L), np.int32)
-    # Padding is routed nowhere; its ranks are experts, each once, as of any place.
+    # Padding is routed nowhere; its ranks are distinct experts, as in any other place.
     number_NBLS = np.tile(np.pad(np.arange(R, dtype=np.float32), (0, S - R)), (N, B, L, 1))
     for row, ((tokens, number_NLS), length) in enumerate(zip(both, length_B, strict=True)):
         token_BL[row, :length], segment_BL[row, :length] = tokens[:length], 1

@@ -5,8 +5,8 @@ Every export has a copy of this file, `run.py`:
 
   echo "[69, 70, 258, 1]" | python DIR/run.py
 
-reads a JSON list of token ids a line and writes an object a line: tokens, score, is_finished
-(or a list of them, outputs, where several outputs of an input were exported).
+reads one JSON list of token ids per line and writes one object per line: tokens, score,
+is_finished (or `outputs`, a list of these, where several outputs per input were exported).
 From Python, `ExportedModel(DIR).generate([[69, 70, 258, 1]])`. A decoder-only model's inputs
 begin with its start token, `decoding.start_id` of `export.json`, unless that is null.
 
@@ -36,7 +36,7 @@ FORMAT_VERSION = 3
 MANIFEST = "export.json"
 WEIGHTS = "weights.safetensors"
 HOST = "pinned_host"  # a kind of memory, as JAX names it
-# Of values of a byte or less.
+# Bits of values of a byte or less.
 _BITS = {"int4": 4, "int8": 8, "uint8": 8, "float8_e4m3fn": 8}
 LANES = 128  # columns of a tile of a TPU's memory
 
@@ -48,23 +48,23 @@ class ExportedModel:
         manifest: contents of `export.json`.
         batch_size, input_length, max_new_tokens: sizes that it was exported for; inputs may be
             fewer and shorter.
-        num_samples, num_outputs: for each input, rows of the batch, and outputs that `main`
-            writes.
+        num_samples, num_outputs: for each input, number of rows of the batch, and of outputs
+            that `main` writes.
     """
 
     def __init__(self, folder):
-        """Reads and places everything; compiles when it is first used.
+        """Reads and places everything; programs are compiled at their first use.
 
         Raises:
             ValueError: a file is missing, cut short or changed; the export is for another
-                platform, another number of devices or a later JAX. Says how to make it anew.
+                platform, another number of devices or a later JAX. It says how to export again.
         """
         self.folder = pathlib.Path(folder).expanduser().absolute()
         self.manifest = _read_manifest(self.folder)
         self._require_jax()
         platform, devices = self._platform(), self._devices()
         if platform == "cuda":
-            # Its import tells XLA where the runtime of Hopper's kernels is.
+            # Importing this tells XLA where the runtime of Hopper's kernels is.
             with contextlib.suppress(ImportError):
                 importlib.import_module("jax.experimental.mosaic.gpu")
         for name, (size, sha256) in self.manifest["files"].items():
@@ -93,28 +93,28 @@ class ExportedModel:
                 (state, found),
             )
 
-        # A step's state is not read again: its memory is the next one's.
+        # A step's state is not read again: the next state takes its memory.
         self._step, self._loop = (jax.jit(f, donate_argnums=1, **how) for f in (step, steps))
         self._weights = self._read_weights()
 
     def generate(
         self, inputs, max_new_tokens: int | None = None, *, first_number: int = 0, **asked
     ) -> list[list[dict]]:
-        """Returns for each input its hypotheses, the best first, or samples in their order:
-        tokens, score, is_finished; token_logprobs and top_logprobs where those were exported,
-        the end's included.
+        """Returns each input's hypotheses, the best first, or samples in their order, with:
+        tokens, score, is_finished; token_logprobs and top_logprobs where these were exported,
+        including the end's.
 
         Args:
-            inputs: lists of token ids, at most `batch_size` over the number of samples.
+            inputs: lists of token ids, at most `batch_size` divided by the number of samples.
             max_new_tokens: most new tokens, up to the export's number, which None takes.
             first_number: number of earlier inputs; samples depend on an input's number.
             asked: other settings, such as `repetition_penalty`, which have to be the export's.
 
         Raises:
-            ValueError: too many inputs; one that is empty, too long or has ids that are not
-                the vocabulary's; too many new tokens; what was not exported. Nothing has run.
+            ValueError: too many inputs, or one that is empty, too long or has ids outside the
+                vocabulary; too many new tokens; a setting not exported. Nothing has run.
         """
-        for name, value in json.loads(json.dumps(asked)).items():  # where tuples are lists
+        for name, value in json.loads(json.dumps(asked)).items():  # in which tuples are lists
             if value != (own := self.manifest["decoding"].get(name)):
                 what = f"{name}={value!r:.60}, exported with {own!r:.60}"
                 raise ValueError(f"{what}; leave it out, or {self._again} with --{name}")
@@ -149,16 +149,16 @@ class ExportedModel:
         return answers
 
     def _decoded(self, state: dict, found: dict) -> dict:
-        """The outputs at the end; the host waits for these alone, not for each token."""
+        """The outputs at the end; the host waits only for these, not for each token."""
         if self.manifest["ring"] is None:
             return self._loop(self._weights, state, found)[1]
-        # No back end has been seen to stream experts from host memory inside of a loop.
+        # No backend has been seen to stream experts from host memory inside a loop.
         while np.any(found["is_live_B"]):
             state, found = self._step(self._weights, state)
         return found
 
     def lowered_step(self):
-        """The step for these devices, to be compiled: `.compile()` says what it takes."""
+        """The lowered step for these devices; `.compile()` reports its costs."""
         state = {
             name: jax.ShapeDtypeStruct(x["shape"], x["dtype"], sharding=self._sharding(x))
             for name, x in self._programs["step"]["in"].items()
@@ -227,7 +227,7 @@ class ExportedModel:
         return exported.call
 
     def _read_weights(self) -> dict:
-        """One array after the other, each device with its part."""
+        """Reads one array after the other; each device gets its part."""
         weights = {}
         with safe_open(self.folder / WEIGHTS, framework="np") as file:
             for name, described in self._programs["weights"].items():
@@ -305,7 +305,7 @@ class ExportedModel:
 
 def host_memory_kind(device, way_out: str) -> str | None:
     """The kind of host memory that programs read; None on a CPU, where kinds have no effect.
-    Raises ValueError: an accelerator without."""
+    Raises ValueError on an accelerator without such memory."""
     if device.platform == "cpu":
         return None
     if HOST not in {memory.kind for memory in device.addressable_memories()}:
@@ -315,11 +315,11 @@ def host_memory_kind(device, way_out: str) -> str | None:
 
 
 def form_of(shape, dtype: str) -> tuple[tuple[int, ...], str]:
-    """Shape and dtype that an array `[E, ...]` has in host memory.
+    """The shape and dtype that an array `[E, ...]` has in host memory.
 
-    Matrices of 4 or 8 bits `[E, X, C]` are int32 `[E, W, C]`: X / W rows that follow each other
-    are a word. The TPU compiler slices these in host memory, and copies all of a stack of a
-    smaller type. Of others, those of few columns are rows: a device would fill the columns up.
+    Matrices of 4 or 8 bits `[E, X, C]` become int32 `[E, W, C]`: X / W consecutive rows form
+    one row of words. The TPU compiler slices these in host memory, and copies all of a stack of
+    a smaller type. Others of few columns become rows: a device would pad the columns.
     """
     if dtype in _BITS:
         E, rows, columns = shape
@@ -328,7 +328,7 @@ def form_of(shape, dtype: str) -> tuple[tuple[int, ...], str]:
 
 
 def host_form(array: np.ndarray, dtype: str) -> np.ndarray:
-    """An array as the file has it, of a dtype that programs read, in the form of `form_of`.
+    """Converts an array from the file, of a dtype that programs read, to `form_of`'s form.
 
     The first row of a word is in its lowest bits; zeros fill up the last one.
     """
@@ -353,7 +353,7 @@ def _platform_name() -> str:
 
 
 def _require_no_pointer(file: pathlib.Path) -> None:
-    """Raises ValueError for what a clone without Git LFS has in the place of a file."""
+    """Raises ValueError for the pointer that a clone without Git LFS has in a file's place."""
     with file.open("rb") as opened:
         if opened.read(23) == b"version https://git-lfs":
             what = f"{file} is a pointer of Git LFS and not the file itself"
@@ -390,7 +390,7 @@ def _token_list(tokens, index: int) -> list[int]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Lines of standard input to lines of standard output, a batch at a time."""
+    """Turns lines of standard input into lines of standard output, a batch at a time."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     here = pathlib.Path(__file__).parent
     parser.add_argument("folder", nargs="?", default=here, help="of `switchx export`")

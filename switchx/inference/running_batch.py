@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A batch of sentences that are decoded together: joined, read and left while it runs.
+"""A batch of sentences that are decoded together, and may join and leave while it runs.
 
-Lengths and batches are rounded up to the next of a few buckets, so that few programs are
+Lengths and batch sizes are rounded up to the next of a few buckets, so that few programs are
 compiled.
 
 Dims: B batch, L beams, M input length, P prompt, T new tokens
@@ -49,12 +49,12 @@ class Hypothesis:
     Attributes:
         tokens: the new tokens, without the end.
         score: log-probability over length ** length_penalty, the end included.
-        is_finished: whether it came to an end; otherwise it was cut off.
+        is_finished: whether it reached its end; otherwise it was cut off.
         token_logprobs: log-probability of each token under the model, and of the end where it
             is finished; None where they were not asked for.
-        top_logprobs: for each of these places, log-probabilities of the likeliest tokens by
+        top_logprobs: log-probabilities of the likeliest tokens in each of these places, by
             token id, the likeliest first.
-        routing: numbers of each token that was read, in each Switch layer, by stack
+        routing: routing numbers of each token that was read, in each Switch layer, by stack
             (`ReadRouting.of_text`); None where they were not asked for.
     """
 
@@ -66,14 +66,14 @@ class Hypothesis:
     routing: dict[str, np.ndarray] | None = dataclasses.field(default=None, repr=False)
 
     def with_logprobs(self, number: int | None) -> "Hypothesis":
-        """A copy with `number` likeliest tokens in each place; None leaves out all logprobs."""
+        """A copy with the `number` likeliest tokens in each place; None drops all logprobs."""
         if self.token_logprobs is None or number is None:
             return dataclasses.replace(self, token_logprobs=None, top_logprobs=None)
         top = [dict(itertools.islice(each.items(), number)) for each in self.top_logprobs]
         return dataclasses.replace(self, top_logprobs=top if number else None)
 
     def stopped(self, num_tokens: int, decoding: DecodingConfig) -> "Hypothesis":
-        """A copy with the first tokens alone, which a stop string ends; without
+        """A copy with only the first tokens, which end at a stop string; without
         log-probabilities it keeps the score of all tokens."""
         ended = dataclasses.replace(self, tokens=self.tokens[:num_tokens], is_finished=True)
         if self.token_logprobs is None:
@@ -95,7 +95,7 @@ class Hypothesis:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields but `routing` as a dictionary; log-probabilities only where there are
+        """All fields but `routing` as a dictionary; log-probabilities only where there are
         some."""
         values = {name: value for name, value in vars(self).items() if value is not None}
         values.pop("routing", None)
@@ -103,13 +103,13 @@ class Hypothesis:
 
 
 class RunningBatch:
-    """Sentences that are decoded together, each of which starts and ends on its own.
+    """Sentences that are decoded together, each starting and ending on its own.
 
     A sentence is named by the number that `admit` gives it.
 
     Attributes:
-        waiting: sentences whose hypotheses `advance` has not returned yet, and that were not
-            abandoned.
+        waiting: sentences that were not abandoned and whose hypotheses `advance` has not
+            returned yet.
     """
 
     def __init__(
@@ -127,8 +127,8 @@ class RunningBatch:
         Args:
             config, params: the model, as `for_decoding` returns it.
             devices: the devices of `params`, for which `config` was made.
-            experts: the experts that come to the device when they are chosen, whose other
-                parameters are `params`; None where `params` has all experts.
+            experts: the experts that are moved to the device when they are chosen, where
+                `params` are the other parameters; None where `params` has all experts.
             is_recorded: whether hypotheses have their `routing`.
         """
         self._experts, self._is_recorded = experts, is_recorded
@@ -136,9 +136,9 @@ class RunningBatch:
         self._devices, self._batches = devices, devices.batches(config, BATCHES)
         self.waiting: set[int] = set()
         self._num_admitted = 0
-        # The state, the settings of its programs, and the length that inputs are padded to.
+        # The state, its programs' settings, and the length that inputs are padded to.
         self._state, self._program, self._length = None, decoding.program, 0
-        # The sentence of each row; of others, one that does not wait any more, or -1.
+        # The sentence of each row; in free rows, one that is no longer waiting, or -1.
         self._sentence_B = np.full(0, -1)
 
     def admit(
@@ -151,17 +151,17 @@ class RunningBatch:
         length: int | None = None,
         places: int = 1,
     ) -> list[int]:
-        """Reads inputs, to be decoded beside those that are running; returns their names.
+        """Reads inputs, to be decoded beside the running ones; returns their names.
 
-        A running batch is enlarged where it has no place for so many inputs, or for inputs or
-        answers of this length; it stays so until it has no sentences.
+        A running batch is enlarged where it has no room for so many inputs, or for inputs or
+        answers of this length; it stays enlarged until it has no sentences.
 
         Args:
             numbers: the sentences' numbers, on which samples depend. A number may occur twice.
             token_limits: most new tokens of each input.
             settings: NumPy arrays with one entry for each sentence; None takes the settings of
                 `decoding`.
-            length: least length that inputs are padded to; None is the next of `LENGTHS`.
+            length: least length that inputs are padded to; None takes the next of `LENGTHS`.
             places: least number of places for new tokens; it is rounded up to one of
                 `NEW_TOKENS`.
         """
@@ -189,15 +189,15 @@ class RunningBatch:
     def advance(
         self, most_steps: int | None = None, *, is_compacting: bool = True
     ) -> dict[int, list[Hypothesis]]:
-        """Decodes until sentences enough have ended for a smaller batch, or all have.
+        """Decodes until enough sentences have ended for a smaller batch, or all have.
 
         Args:
-            most_steps: no longer than so many steps; None sets no limit.
-            is_compacting: the batch becomes smaller, where its pruning is `compact`. False
-                where others wait to be admitted.
+            most_steps: most steps to decode; None sets no limit.
+            is_compacting: whether the batch becomes smaller, where its pruning is `compact`;
+                False where others wait to be admitted.
 
         Returns:
-            The hypotheses of those that ended, the best first; none where no score is finite.
+            The ended sentences' hypotheses, the best first; none where no score is finite.
         """
         if not self.waiting:
             return {}
@@ -216,11 +216,11 @@ class RunningBatch:
 
     @property
     def num_steps(self) -> int:
-        """Steps since it had no sentences; each gives every sentence that runs a token."""
+        """Steps since the batch was empty; each gives every running sentence a token."""
         return int(self._state.step)
 
     def abandon(self, sentences: Iterable[int]) -> None:
-        """Decodes these no further."""
+        """Stops decoding these sentences."""
         gone = self.waiting & set(sentences)
         if not gone:
             return
@@ -228,7 +228,7 @@ class RunningBatch:
         self._keep_live(~np.isin(self._sentence_B, list(gone)))
 
     def so_far(self) -> dict[int, Hypothesis]:
-        """The hypotheses so far of waiting sentences, for greedy decoding and samples."""
+        """The waiting sentences' hypotheses so far, in greedy decoding and sampling."""
         if not self.waiting:
             return {}
         texts, length_B = self._texts(), self._devices.fetch(self._state.hypotheses.length_B)
@@ -239,11 +239,11 @@ class RunningBatch:
         }
 
     def _prefilled(self, program, inputs, length: int, numbers, token_limits, settings):
-        """The state of these sentences; other rows fill it up to one of the batches."""
+        """The state of these sentences; further rows fill it up to one of the batch sizes."""
         size, B = len(inputs), rounded_up(len(inputs), self._batches)
         number_B, max_new_tokens_B = np.full(B, -1, np.int32), np.ones(B, np.int32)
         number_B[:size], max_new_tokens_B[:size] = numbers, token_limits
-        # A row that fills up has the settings of the last one, whatever they are.
+        # A row that fills up the batch has the last one's settings, whatever they are.
         settings = settings.fitted(program)
         settings = jax.tree.map(
             lambda leaf: np.pad(
@@ -256,7 +256,7 @@ class RunningBatch:
         token_BM, is_token_BM = padded(
             inputs, B, length, program.pad_id, on_the_left=not has_encoder
         )
-        # A row that fills up attends to something: softmax over nothing is an average of all.
+        # Such a row attends to something: a softmax over nothing would average everything.
         is_token_BM[size:, 0 if has_encoder else -1] = True
         texts = {"prompt_BP": token_BM, "is_prompt_BP": is_token_BM}
         if has_encoder:
@@ -282,7 +282,7 @@ class RunningBatch:
             sizes = program, fresh.is_prompt_BP.shape[1], source
             self._change(enlarged, sizes, batch=self._state)
         while (size := len(is_free_B)) < B:
-            # Size by size, as it shrinks.
+            # Size by size, just as the batch shrinks.
             more = self._batches[self._batches.index(size) + 1] - size
             is_live_B = np.pad(~is_free_B, (0, more))
             row_B = np.minimum(np.arange(size + more), size - 1)
@@ -296,7 +296,7 @@ class RunningBatch:
         self._sentence_B[row_B[: len(names)]] = names
 
     def _change(self, function, sizes: tuple, **arrays) -> None:
-        """Makes the state another one, by a function without the model."""
+        """Replaces the state with the result of a function that does not run the model."""
         shapes = tuple(x.shape for x in jax.tree.leaves(arrays))
         self._state = self._devices.run(function, sizes, (self._config, shapes), **arrays)
 
@@ -320,13 +320,13 @@ class RunningBatch:
     def _compact(self, is_live_B) -> None:
         """Gathers the live rows into the smallest batch that holds them.
 
-        Size by size: a program for each two sizes that follow each other, not for any two.
+        It goes size by size: programs for neighbouring sizes only, not for any two.
         """
         size = rounded_up(np.count_nonzero(is_live_B), self._batches)
         while (B := len(is_live_B)) > size:
             smaller = self._batches[self._batches.index(B) - 1]
             live = np.flatnonzero(is_live_B)
-            # Some finished row fills the batch up: it stays finished, and has no sentence.
+            # A finished row fills up the batch: it stays finished, and has no sentence.
             fill = np.flatnonzero(~is_live_B)[:1].repeat(max(0, smaller - len(live)))
             row_B = np.concatenate([live, fill]).astype(np.int32)
             self._change(_taken, (), batch=self._state, row_B=row_B)
@@ -347,14 +347,14 @@ class RunningBatch:
         return {
             sentence: [
                 self._hypothesis(texts, (row, beam), max_new_tokens_B[row])
-                for beam in np.flatnonzero(np.isfinite(score_BL[row]))  # those that were found
+                for beam in np.flatnonzero(np.isfinite(score_BL[row]))  # that were found
             ]
             for sentence, row in ended.items()
         }
 
     def _texts(self) -> tuple:
-        """The texts of all rows: token_BLT, score_BL, `LogProbs` or None, what was read of them
-        or None."""
+        """The texts of all rows: token_BLT, score_BL, `LogProbs` or None, and the routing with
+        its places or None."""
         state, hypotheses = self._state, self._state.hypotheses
         read = None
         if self._is_recorded:
@@ -364,7 +364,7 @@ class RunningBatch:
         return self._devices.fetch(texts)
 
     def _hypothesis(self, texts: tuple, place: tuple[int, int], most: int) -> Hypothesis:
-        """The hypothesis of a row and a beam, of so many tokens at most."""
+        """The hypothesis in `place`, a row and a beam, with `most` tokens at most."""
         token_BLT, score_BL, log_probs, read = texts
         token_T, score = token_BLT[place][:most], float(score_BL[place])
         ends = np.flatnonzero(self._decoding.program.ends(token_T))
@@ -388,7 +388,7 @@ class RunningBatch:
 
 
 def are_compiled(generator, size: int, length: int, is_recorded: bool = False) -> bool:
-    """Whether a `Generator`'s programs are kept for batches of up to so many inputs, which are
+    """Whether a `Generator`'s programs are kept for batches of up to `size` inputs that are
     padded to `length`."""
     steps = run_until if generator.experts is None else run_step
     program = dataclasses.replace(generator.decoding.program, is_recorded=is_recorded)
@@ -406,7 +406,7 @@ def _taken(batch: Decoding, row_B) -> Decoding:
 
 
 def padded(inputs, B: int, length: int, pad_id: int = 0, *, on_the_left: bool = False):
-    """Token lists as an array `[B, length]`, and where in it tokens are."""
+    """Token lists as an array `[B, length]`, and where in it there are tokens."""
     token_BM = np.full((B, length), pad_id, np.int32)
     is_token_BM = np.zeros((B, length), bool)
     for row, tokens in enumerate(inputs):

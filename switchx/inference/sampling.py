@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a row chooses its next token, greedily or a sample, and log-probabilities that are kept.
+"""How a row chooses its next token, greedily or by sampling; the log-probabilities kept.
 
 Top-k: Fan et al. 2018 (arXiv:1805.04833); top-p: Holtzman et al. 2020 (arXiv:1904.09751).
 Nothing of the size of the vocabulary is sorted. Dims: B batch, L hypotheses of a sentence (1
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from switchx.inference.config import MAX_INT32, DecodingProgram
 from switchx.inference.logits_processors import Rows, RowSettings, lengthened
 
-BLOCK = 128  # numbers of a block of the vocabulary
+BLOCK = 128  # numbers in a block of the vocabulary
 CANDIDATES = 128  # the largest logits of a row, in which most thresholds are found
 
 
@@ -25,11 +25,11 @@ def next_token(logits_BV, allowed_BV, uniform_B, settings: RowSettings):
     Args:
         logits_BV: float32.
         allowed_BV: these logits, with -inf for tokens that must not be chosen.
-        uniform_B: one number in [0, 1) for each row, with which it samples; None takes the
-            likeliest token.
+        uniform_B: one number in [0, 1) per row to sample with; None takes the likeliest
+            token.
 
     Returns:
-        token_B (int32), log_prob_B (of the softmax without temperature or exclusions).
+        token_B (int32), log_prob_B (from the softmax without temperature or exclusions).
     """
     if uniform_B is None:
         token_B = top_k(allowed_BV, 1)[1][:, 0].astype(jnp.int32)
@@ -37,17 +37,17 @@ def next_token(logits_BV, allowed_BV, uniform_B, settings: RowSettings):
         warm_BV = allowed_BV / settings.temperature_B[:, None]
         least_B = least_likely(warm_BV, settings.top_k_B, settings.top_p_B)
         token_B = drawn(warm_BV, least_B, uniform_B)
-    # The logit of one token: no array of the vocabulary's size is written.
+    # One token's logit: no array of the vocabulary's size is written.
     chosen_B = jnp.take_along_axis(logits_BV, token_B[:, None], axis=-1)[:, 0]
     return token_B, chosen_B - jax.nn.logsumexp(logits_BV, axis=-1)
 
 
 def top_k(x_BV, k: int):
-    """`jax.lax.top_k`: values and int32 places, equal ones in the order of places.
+    """Like `jax.lax.top_k`: values and int32 places, equal values in the order of places.
 
-    The k largest are in the k blocks of the largest maxima, so the others are not sorted. That
-    saves 7% of a greedy decode step and 10% of one with 4 beams on a CPU, whose sort takes a
-    row's numbers one after the other; the code is the same everywhere.
+    The k largest are in the k blocks with the largest maxima, so other blocks are not sorted.
+    That saves 7% of a greedy decode step and 10% of one with 4 beams on a CPU, whose sort takes
+    a row's numbers one after the other; the code is the same everywhere.
     """
     B, V = x_BV.shape
     num_blocks = V // BLOCK
@@ -62,20 +62,20 @@ def top_k(x_BV, k: int):
 
 
 def largest(x_BV, k: int):
-    """`jax.lax.top_k`, sorted whole rows of which the compiler does not see."""
+    """`jax.lax.top_k`, hidden from the compiler, which would otherwise sort whole rows."""
     # Do not simplify: a slice of the result would be merged with top-k's own, and XLA's CPU
     # compiler then sorts whole rows, 160 ms for 8 of 32,128 instead of 1.
-    # One barrier each: of both together it is of the tuple, where XLA's partitioner, which
-    # reads a split top_k's results by element, ends the process.
+    # One barrier each: a joint one is of a tuple, on which XLA's partitioner, which reads a
+    # split top_k's results by element, ends the process.
     return tuple(map(jax.lax.optimization_barrier, jax.lax.top_k(x_BV, k)))
 
 
 def drawn(logits_BV, least_B, uniform_B):
-    """A token of each row, drawn from the softmax of its logits that are at least `least_B`.
+    """Draws a token for each row from the softmax of its logits that are at least `least_B`.
 
-    The inverse of the distribution function at one uniform number a row: first the block of
+    It inverts the distribution function at one uniform number per row, to find the block of
     tokens in which it falls, then the token within. float32 sums may assign a share of 1e-7 to
-    a neighbour; a token that is excluded is never drawn.
+    a neighbour; an excluded token is never drawn.
     """
     B, V = logits_BV.shape
     padding = ((0, 0), (0, -V % BLOCK))
@@ -93,7 +93,7 @@ def drawn(logits_BV, least_B, uniform_B):
 
 
 def _place_of(point_B, weight_BX, end_BX):
-    """The first place with weight whose end is behind the point, else the last one with weight.
+    """The first place with weight that ends behind the point, else the last one with weight.
 
     Compilers fuse products into sums: the point may lie before its block, or behind it.
     """
@@ -107,11 +107,11 @@ def _place_of(point_B, weight_BX, end_BX):
 def least_likely(logits_BV, top_k_B, top_p_B):
     """The threshold of each row: tokens with smaller logits are excluded.
 
-    Of top-k, then of top-p among those that are left. A token stays in top-k while fewer than
-    k have larger logits, and in top-p while those with larger logits have less than p together:
+    Top-k applies first, then top-p among the tokens left. A token stays in top-k if fewer than
+    k have larger logits, and in top-p if those with larger logits have less than p together:
     the likeliest always stays, whatever p is, and of equal ones all stay or none.
-    `transformers` keeps the same, but of equal ones at the edge of top-p those that its sort
-    puts last.
+    `transformers` keeps the same tokens, except that of equal ones at the edge of top-p it
+    keeps those that its sort puts last.
 
     Returns:
         least_B: float32; -inf where a row excludes nothing.
@@ -138,7 +138,7 @@ def least_likely(logits_BV, top_k_B, top_p_B):
 
 
 def _weights(logits_BV, most_B, least_B):
-    """Shares of a softmax, those of logits below `least_B` apart; the largest's is 1."""
+    """Softmax weights, scaled: the largest is 1; those of logits below `least_B` are 0."""
     weight_BV = jnp.exp(logits_BV - most_B[:, None])
     return jnp.where(logits_BV < least_B[:, None], 0.0, weight_BV)
 
@@ -146,17 +146,17 @@ def _weights(logits_BV, most_B, least_B):
 def _threshold(logits_BV, weight_BV, candidate_BJ, weight_BJ, target_B, is_wanted_B):
     """The least number of each row above which weights are less than `target_B`.
 
-    Most rows have it among their largest logits, in their order. Where those do not reach the
-    target, the numbers below are bisected, a bit of float32 at a time: at most 32 sums over the
-    vocabulary for the whole batch.
+    Most rows have it among their largest logits, which are in order. Where these do not reach
+    the target, the numbers below them are bisected, one bit of float32 at a time: at most 32
+    sums over the vocabulary for the whole batch.
 
     Args:
-        candidate_BJ, weight_BJ: the largest logits, the first one first.
+        candidate_BJ, weight_BJ: the largest logits, the largest first, and their weights.
 
     Returns:
         float32; -inf where it is not wanted.
     """
-    # The first of equal logits has the weight above all of them.
+    # For the first of equal logits this is the weight above all of them.
     above_BJ = jnp.cumsum(weight_BJ, axis=1) - weight_BJ
     is_first_BJ = candidate_BJ != jnp.pad(
         candidate_BJ[:, :-1], ((0, 0), (1, 0)), constant_values=jnp.inf
@@ -171,7 +171,7 @@ def _threshold(logits_BV, weight_BV, candidate_BJ, weight_BJ, target_B, is_wante
 
     def halve(bounds):
         low_B, high_B = bounds
-        middle_B = (low_B & high_B) + ((low_B ^ high_B) >> 1)  # no sum of two, which overflows
+        middle_B = (low_B & high_B) + ((low_B ^ high_B) >> 1)  # a sum of the two would overflow
         above_B = jnp.sum(jnp.where(ordered_BV > middle_B[:, None], weight_BV, 0), axis=1)
         is_enough_B = above_B >= target_B
         return jnp.where(is_enough_B, middle_B + 1, low_B), jnp.where(
@@ -185,7 +185,7 @@ def _threshold(logits_BV, weight_BV, candidate_BJ, weight_BJ, target_B, is_wante
 
 
 def _ordered(x):
-    """int32 in the order of float32."""
+    """Maps float32 to int32 in the same order."""
     bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
     return jnp.where(bits < 0, bits ^ MAX_INT32, bits)
 
@@ -254,7 +254,7 @@ def likeliest_tokens(logits_BLV, number: int) -> tuple:
 
 
 def ancestors_seen(ancestor_BLT):
-    """`[B, L, T, L]`: each lane sees one lane of each step, whose number is given."""
+    """`[B, L, T, L]`: each lane sees one lane of each step, the one whose number is given."""
     return ancestor_BLT[..., None] == jnp.arange(ancestor_BLT.shape[1])[None, None, None]
 
 
@@ -267,7 +267,7 @@ class Greedy:
         token_BT: the new tokens; `pad_id` after the end.
         log_prob_B: sum of the tokens' log-probabilities, without forced tokens.
         length_B: number of new tokens, the end included.
-        log_probs: log-probabilities of each token; None where none are kept.
+        log_probs: log-probabilities of each token; None where they are not kept.
     """
 
     token_BT: jax.Array
@@ -287,15 +287,15 @@ class Greedy:
 
     @property
     def num_places(self) -> int:
-        """T, also that of the ring."""
+        """T, which is also the number of places of the ring."""
         return self.token_BT.shape[1]
 
     def number_B(self, num_steps_B):
-        """New tokens after so many steps."""
+        """Number of new tokens after `num_steps_B` steps."""
         return num_steps_B
 
     def lanes_of(self, position_B):
-        """Positions `[B, L]` of the tokens that a step reads, by that of the first."""
+        """Positions `[B, L]` of the tokens that a step reads, given the first one's."""
         return position_B[:, None]
 
     def sees_BLTL(self, behind_T):
@@ -304,7 +304,7 @@ class Greedy:
 
     @property
     def number_BTL(self):
-        """Number of tokens before each lane in the ring; None where a step is a token."""
+        """Number of tokens before each lane in the ring; None where each step is one token."""
         return None
 
     def begun_at(self, place) -> "Greedy":
@@ -366,14 +366,14 @@ class Greedy:
 
 
 def scores(log_prob_BL, length_B, rows: Rows):
-    """log p / length ** penalty, finite unless log p is NaN: an exponent below 0 may make it
-    huge."""
+    """log p / length ** penalty, kept finite unless log p is NaN: a negative exponent may make
+    it huge."""
     divisor_B1 = (length_B.astype(jnp.float32) ** rows.settings.length_penalty_B)[:, None]
     return jnp.maximum(log_prob_BL / divisor_B1, jnp.finfo(jnp.float32).min)
 
 
 def _uniform_numbers(number_B, rows: Rows):
-    """A number of [0, 1) a row: of the seed, the token's and the sentence's number alone."""
+    """One number in [0, 1) per row, of only the seed, the token's and the sentence's number."""
 
     def number_of(seed, number, sentence):
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), number), sentence)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How likely texts are: log-likelihoods of targets given inputs, by whole forward passes.
 
-Of a decoder-only model long texts are read a chunk at a time (chunked_prefill.py).
+A decoder-only model reads long texts a chunk at a time (chunked_prefill.py).
 
 log p(y | x) is the sum over the target's tokens of log p(y_l | x, y_1 .. y_{l-1}), natural
 logarithms.
@@ -42,10 +42,10 @@ class Score:
     Attributes:
         log_likelihood: natural logarithm of the target's probability, summed over its tokens.
         num_tokens: number of the target's tokens that are predicted, with its end where one was
-            given: all, but for a first token before which nothing is read.
-        token_logprobs: log-probability of each token, None of one that is not predicted; None
-            where they were not asked for.
-        top_logprobs: for each token's place, log-probabilities of the likeliest tokens by token
+            given: all but a first token before which nothing is read.
+        token_logprobs: log-probability of each token, or None for one that is not predicted;
+            None where they were not asked for.
+        top_logprobs: log-probabilities of the likeliest tokens in each token's place, by token
             id, the likeliest first.
     """
 
@@ -56,16 +56,16 @@ class Score:
 
 
 class Scorer:
-    """`for number, score in scorer(pairs): ...`, the longest first.
+    """Scores pairs: `for number, score in scorer(pairs): ...`, the longest first.
 
     Attributes:
         config, params: the model as it was trained, or unrolled. A target's score depends on
-            the other targets of its batch only where the configuration has a capacity.
+            other targets in its batch only where the configuration has a capacity.
         is_prompt_bidirectional: whether each token of a decoder-only model's inputs attends to
             all of the inputs.
         batch_size: most pairs in a batch.
-        logprobs: number of likeliest tokens whose log-probabilities are given besides those of
-            each token; None gives neither.
+        logprobs: number of likeliest tokens whose log-probabilities are given beside each
+            token's own; None gives neither.
         forced_prefix: tokens in front of each target, as in generation; they are not scored.
         devices: the devices of `params`.
         experts: see `Generator`.
@@ -114,7 +114,7 @@ class Scorer:
             first_number: number of the first pair, where the pairs are part of a longer list.
 
         Raises:
-            ValueError: what `fault` says of a pair; nothing has been scored.
+            ValueError: a pair has a fault, see `fault`; nothing has been scored.
         """
         for index, pair in enumerate(pairs):
             if fault := self.fault(pair):
@@ -198,12 +198,12 @@ class Scorer:
 
     @property
     def _reads_last(self) -> bool:
-        """Whether a text's last token is read, too, which predicts nothing: behind a start
-        token it stands one place further, and a record has the routing of all tokens."""
+        """Whether a text's last token, which predicts nothing, is read too: after a start token
+        it comes one place later, and a record has the routing of all tokens."""
         return self.start_id is not None or self.record is not None
 
     def _size(self, pair: Pair) -> tuple[int, int]:
-        """Negative numbers of tokens read, so that the longest is the first to be sorted."""
+        """Negative numbers of tokens read, so that the longest pair is sorted first."""
         num_read = len(self.forced_prefix) + len(pair[1]) - (not self._reads_last)
         lengths = [len(pair[0]), num_read]
         if not self.config.is_encoder_decoder:
@@ -231,7 +231,7 @@ class Scorer:
             target_BL, is_predicted_BL = _in_bucket([text[1:] for text in texts], B)
         batch |= features("decoder", read_BL, is_token_BL)
         place_BL = batch["decoder_positions"]
-        # The last input's place among the tokens read, which a start token shifts.
+        # Place of the last input among the tokens read, which a start token shifts.
         last_B1 = num_inputs_B1 - (self.start_id is None)
         is_prefix_BL = (place_BL <= last_B1) & (num_inputs_B1 > 0)
         batch["decoder_prefix_mask"] = is_prefix_BL * self.is_prompt_bidirectional
@@ -244,8 +244,8 @@ class Scorer:
 def _log_likelihoods(
     config: ModelConfig, num_kept: int | None, is_recorded: bool, size, params, batch
 ) -> tuple:
-    """The log-likelihood of each row, where `num_kept` is not None also `LogProbs`; and the
-    routing by stack where it `is_recorded`. `size` is a chunk's, or None for whole passes."""
+    """The log-likelihood of each row and, unless `num_kept` is None, log-probabilities; and the
+    routing by stack if it `is_recorded`. `size` is a chunk's, or None for whole passes."""
     routing = {}
     if size is None:
         logits_BLV, stats = forward(config, params, batch, is_training=False)
@@ -260,7 +260,7 @@ def _log_likelihoods(
 
 
 def _log_probs(logits_BLV, target_BL, num_kept: int | None) -> tuple:
-    """Log-probabilities of the targets, and where `num_kept` is not None the likeliest."""
+    """Log-probabilities of the targets and, unless `num_kept` is None, likeliest tokens."""
     log_prob_BLV = jax.nn.log_softmax(logits_BLV.astype(jnp.float32), axis=-1)
     log_prob_BL = jnp.take_along_axis(log_prob_BLV, target_BL[..., None], axis=-1)[..., 0]
     likeliest = () if num_kept is None else likeliest_tokens(log_prob_BLV, num_kept)
@@ -268,7 +268,7 @@ def _log_probs(logits_BLV, target_BL, num_kept: int | None) -> tuple:
 
 
 def _log_probs_in_chunks(config: ModelConfig, num_kept, size: int, params, batch) -> tuple:
-    """`_log_probs` of a decoder-only model without capacity, of `size` places at a time."""
+    """`_log_probs` of a decoder-only model without capacity, `size` places at a time."""
     model, target_BL = bind(without_capacity(config), params), batch["decoder_target_tokens"]
     text_BL = batch["decoder_input_tokens"], batch["decoder_positions"]
     shapes = jax.eval_shape(
@@ -294,7 +294,7 @@ def _log_probs_in_chunks(config: ModelConfig, num_kept, size: int, params, batch
 
 
 def features(stack: str, token_BL, is_token_BL) -> dict:
-    """T5X's features of one text a row, for `forward`."""
+    """T5X's features for one text per row, for `forward`."""
     position_BL = np.broadcast_to(np.arange(token_BL.shape[1]), token_BL.shape)
     return {
         f"{stack}_input_tokens": token_BL,
@@ -319,9 +319,9 @@ def logits_of(
     """Logits `[B, L, V]` of every decoder position.
 
     Args:
-        decoder_tokens, encoder_tokens: one example a row.
-        is_decoder_token, is_encoder_token: where in them tokens are; the decoder's first place
-            has one in any case.
+        decoder_tokens, encoder_tokens: one example per row.
+        is_decoder_token, is_encoder_token: where in them there are tokens; the decoder's first
+            place always counts as one.
     """
     is_decoder_token = is_decoder_token.at[:, 0].set(True)
     batch = features("decoder", decoder_tokens, is_decoder_token)

@@ -1,27 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stop strings: texts that end an output, in whatever pieces its text comes."""
+"""Stop strings: texts that end an output, in whatever pieces its text arrives."""
 
 import bisect
 from collections.abc import Sequence
 
 from switchx.data.tokenizers import Vocabulary
 
-# What a vocabulary writes for bytes that are no character yet.
+# What a vocabulary decodes bytes to that are no complete character yet.
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 class StopStrings:
     """Texts before the first of which an output ends.
 
-    The first is the one that is complete first, and of several then the longest, so that an
-    output is the same in whatever pieces its text comes.
+    The first is the one that is complete first, and of several such the longest, so that an
+    output is the same in whatever pieces its text arrives.
     """
 
     def __init__(self, vocabulary: Vocabulary, stops: Sequence[str]):
         self._vocabulary, self._stops = vocabulary, stops
 
     def place(self, text: str) -> int | None:
-        """Where a text ends; None where it has none of them."""
+        """The place where a stop string ends a text; None where it has none."""
         places = ((text.find(stop), stop) for stop in self._stops)
         found = [(place + len(stop), place) for place, stop in places if place >= 0]
         return min(found)[1] if found else None
@@ -31,7 +31,7 @@ class StopStrings:
         return text[: self.place(text)]
 
     def num_kept(self, text: str) -> int:
-        """Characters at the end of a text that may be the beginning of one of them."""
+        """Number of characters at a text's end that may be the beginning of a stop string."""
         most = min(len(text), max(map(len, self._stops), default=1) - 1)
         for length in range(most, 0, -1):
             if any(stop.startswith(text[-length:]) for stop in self._stops):
@@ -39,10 +39,10 @@ class StopStrings:
         return 0
 
     def num_tokens(self, tokens: Sequence[int], *, is_last: bool) -> int | None:
-        """Tokens up to the one that completes one of them; None where none does.
+        """Number of tokens up to the one that completes a stop string; None where none does.
 
         Args:
-            is_last: no tokens come behind these.
+            is_last: whether no tokens follow these.
         """
 
         def has_stop(number: int) -> bool:
@@ -54,6 +54,6 @@ class StopStrings:
         return bisect.bisect_left(range(len(tokens)), True, key=has_stop)
 
     def decoded(self, tokens: Sequence[int], *, is_last: bool) -> str:
-        """The text of tokens, but for half a character that the next ones may complete."""
+        """The tokens' text without a partial character that the next ones may complete."""
         text = self._vocabulary.decode(list(tokens))
         return text if is_last else text.rstrip(INCOMPLETE)

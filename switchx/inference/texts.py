@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What users give a model, texts or token ids, as checked token ids.
 
-Which ids are padding and start tokens says the vocabulary; with T5's, both are 0.
+The vocabulary says which ids are padding and start tokens; in T5's, both are 0.
 Dims: B batch, L length
 """
 
@@ -32,14 +32,14 @@ def token_lists(
     """Returns token lists, and whether the inputs were texts, which are encoded as in training.
 
     Token ids are read as they are, without trailing padding, and without the start token that
-    may stand before the inputs of a decoder-only model.
+    may precede the inputs of a decoder-only model.
 
     Args:
-        ids: the vocabulary, or without one what says which ids are padding and start tokens.
+        ids: the vocabulary, or where there is none, a stand-in with padding and start ids.
 
     Raises:
-        ValueError: the inputs are one text alone, a text with half a surrogate pair, texts for
-            a model without a vocabulary, no list of token ids, or have padding before an end.
+        ValueError: the inputs are a single text, a text with half a surrogate pair, texts for
+            a model without a vocabulary, no lists of token ids, or have padding before an end.
     """
     if isinstance(texts, str):
         raise ValueError(f"{role} is one text, {texts!r:.40}; give a list, [text]")
@@ -64,9 +64,9 @@ def token_lists(
 
 
 def decoding_ids(vocabulary: Vocabulary) -> dict:
-    """The fields of a `DecodingConfig` that a vocabulary says: its special ids, and how many.
+    """The `DecodingConfig` fields that a vocabulary determines: special ids, number of ids.
 
-    Models of T5 choose among all rows of their table, as T5X and transformers have it.
+    T5 models choose among all rows of their embedding table, as in T5X and transformers.
     """
     vocabulary = getattr(vocabulary, "resolved", vocabulary)
     first, *others = vocabulary.eos_ids
@@ -80,7 +80,7 @@ def decoding_ids(vocabulary: Vocabulary) -> dict:
 
 
 def _token_list(tokens, name: str, vocabulary: Vocabulary) -> list[int]:
-    """Whole numbers without trailing padding."""
+    """Token ids as integers, without trailing padding."""
     try:
         ids = [operator.index(None if isinstance(x, bool) else x) for x in tokens]
     except TypeError:
@@ -93,11 +93,11 @@ def _token_list(tokens, name: str, vocabulary: Vocabulary) -> list[int]:
 
 
 def token_array(tokens, name: str, config: ModelConfig) -> jax.Array:
-    """Whole numbers `[B, L]` as an int32 array that a model can read.
+    """Integers `[B, L]` as an int32 array that a model can read.
 
     Raises:
-        ValueError: the tokens have another type or shape, are no ids of the vocabulary, or are
-            more than the model's positions.
+        ValueError: the tokens have another type or shape, are not ids of the vocabulary, or
+            exceed the model's positions.
     """
     array = np.asarray(tokens)
     if array.ndim != 2 or not array.size or not np.issubdtype(array.dtype, np.integer):

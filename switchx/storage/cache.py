@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which experts stay in host memory: a cache, its policies, and the bound that none can pass.
+"""Which experts stay in host memory: a cache, its policies, and a bound that none can exceed.
 
-`Cache` decides for running training and decoding and for the simulator alike; it holds keys
-and no bytes. SE-MoE (Shen et al. 2022, arXiv:2205.10034), section 2.2 and Algorithm 1, caches
-the states of experts by use. `DecayedLFU` is that algorithm, mended: as printed, a record below
-its threshold is never evicted and keeps all others from being evicted, the record that was
-fetched instead of another has no count, one slot is never used, and several are evicted where
-counts tie. `belady` is the optimum of L. A. Belady (IBM Systems Journal 5, 1966), which knows
-the future.
+`Cache` decides alike for running training and decoding and for the simulator; it holds keys
+but no bytes. SE-MoE (Shen et al. 2022, arXiv:2205.10034), section 2.2 and Algorithm 1, caches
+the states of experts by use. `DecayedLFU` is that algorithm, corrected: as printed, a record
+below its threshold is never evicted and keeps all others from being evicted, the record that
+was fetched instead of another has no count, one slot is never used, and several are evicted
+where counts tie. `belady` is the optimum of L. A. Belady (IBM Systems Journal 5, 1966), which
+knows the future.
 
-A key is the number of a layer times the number of experts plus the number of the expert.
-Dims: N Switch layers, E experts; arrays `_NE` are flat, an element a key; T requested keys
+A key is the layer's number times the number of experts, plus the expert's number.
+Dims: N Switch layers, E experts; arrays `_NE` are flat, one element per key; T requested keys
 """
 
 import heapq
@@ -26,14 +26,14 @@ from switchx.fields import (
 )
 from switchx.storage import PolicyName
 
-# The sweeps of a training step over the layers, in their order; decoding has the first alone.
-# Backward goes from the last layer to the first one, the others from the first to the last.
+# The sweeps of a training step over the layers, in order; decoding has only the first.
+# Backward goes from the last layer to the first, the others from the first to the last.
 SWEEPS = ("forward", "backward", "update")
 FORWARD, BACKWARD, UPDATE = range(3)
 
 
 class Moment(NamedTuple):
-    """Where a run is when it requests experts."""
+    """The point that a run is at when it requests experts."""
 
     step: int
     sweep: int
@@ -53,7 +53,7 @@ class Policy(Protocol):
         """Takes note of a request, before its victims are chosen."""
 
     def victims(self, candidates: np.ndarray, number: int, moment: Moment) -> np.ndarray:
-        """`number` of the candidates, those to evict; they are not told of their eviction."""
+        """The `number` candidates to evict; the policy is not notified of their eviction."""
 
 
 class Admission(NamedTuple):
@@ -75,9 +75,9 @@ class Cache:
     """Which keys are resident, and which of them differ from what is stored.
 
     Attributes:
-        capacity: keys that may be resident at once.
-        num_requested, num_hits: keys, over all requests.
-        num_written_back: evicted while dirty.
+        capacity: number of keys that may be resident at once.
+        num_requested, num_hits: numbers of keys, over all requests.
+        num_written_back: number of keys evicted while dirty.
     """
 
     def __init__(self, capacity: int, policy: Policy):
@@ -101,8 +101,8 @@ class Cache:
         """Makes all of `keys` resident at once; none of them evicts another.
 
         Raises:
-            ValueError: a key is there twice, or there are more than the cache holds. Nothing
-                has changed then.
+            ValueError: a key is given twice, or there are more keys than the cache holds.
+                Nothing has changed then.
         """
         keys = np.asarray(keys, np.int64)
         is_asked_NE = np.zeros(len(self._is_resident_NE), bool)
@@ -134,18 +134,18 @@ class Cache:
         return Admission(missed, evicted, written_back)
 
     def mark_dirty(self, keys: Sequence[int] | np.ndarray) -> None:
-        """Says that resident keys have changed since they were read."""
+        """Marks resident keys as changed since they were read."""
         absent = [int(key) for key in keys if not self._is_resident_NE[key]]
         require(not absent, f"keys {absent} are not resident and cannot be dirty")
         self._is_dirty_NE[keys] = True
 
     def mark_clean(self, keys: Sequence[int] | np.ndarray) -> None:
-        """Says that keys have been written; they stay resident."""
+        """Marks keys as written; they stay resident."""
         self._is_dirty_NE[keys] = False
 
 
 class LRU:
-    """Evicts what was requested least recently."""
+    """Evicts the least recently requested keys."""
 
     def __init__(self, num_layers: int, num_experts: int):
         self.num_keys = num_layers * num_experts
@@ -160,15 +160,15 @@ class LRU:
 
 
 class DecayedLFU:
-    """Evicts what was requested least often, of late: Algorithm 1 of SE-MoE, mended.
+    """Evicts the keys requested least often of late: Algorithm 1 of SE-MoE, corrected.
 
-    Counts are of all keys and survive eviction; among equal ones the least recently requested
-    is evicted.
+    All keys are counted, and counts survive eviction; among equal counts, the least recently
+    requested key is evicted.
 
     Args:
         beta: the paper's attenuation coefficient.
-        period: the paper's K: counts are multiplied by beta every so many requested keys; None
-            is ten times the number of all keys.
+        period: the paper's K: number of requested keys after which counts are multiplied by
+            beta; None takes ten times the number of all keys.
     """
 
     def __init__(
@@ -198,10 +198,10 @@ class DecayedLFU:
 class NextUse:
     """Evicts the record whose next use is expected last: Belady's rule, as far as a run knows.
 
-    Layers come in a known order, sweep by sweep. The distance of a record is the number of
-    layers until the next turn of its own, where it is certain to be used: a record that the
+    Layers come in a known order, sweep by sweep. Where a record is certain to be used, its
+    distance is the number of layers until its own layer's next turn: a record that the
     forward sweep of this step has used will be used by the sweeps that follow it. Where only
-    its share p of the late steps is known, the distance is that to the layer's turn in the
+    its share p of recent steps is known, the distance is that to the layer's turn in the
     next forward sweep plus (1/p - 1) steps, the mean number of steps that pass it by.
 
     Args:
@@ -216,7 +216,7 @@ class NextUse:
         self._beta = beta
         self._num_experts = num_experts
         self._num_turns = sweeps * num_layers
-        # [sweeps, N], the number of a layer's turn within a step.
+        # [sweeps, N]: number of each layer's turn within a step.
         self._turn_SN = np.stack(
             [
                 sweep * num_layers + np.arange(num_layers)[:: -1 if sweep == BACKWARD else 1]
@@ -228,7 +228,7 @@ class NextUse:
         self._is_used_NE = np.zeros(self.num_keys, bool)  # in this step
         self._is_served_NE = np.zeros(self.num_keys, bool)  # in this turn
         self._is_routed_N = np.zeros(num_layers, bool)  # forward has passed in this step
-        self._num_uses_NE = np.zeros(self.num_keys)  # steps, weighed by beta
+        self._num_uses_NE = np.zeros(self.num_keys)  # steps, weighted by beta
         self._num_steps_N = np.zeros(num_layers)
         self._clock = _Clock(self.num_keys)
 
@@ -250,7 +250,7 @@ class NextUse:
         )
 
     def distances(self, keys: np.ndarray, moment: Moment) -> np.ndarray:
-        """Turns from `moment` until each key is expected to be used."""
+        """Number of turns from `moment` until each key is expected to be used."""
         now = self._turn_SN[moment.sweep, moment.layer]
         layer = keys // self._num_experts
         first = self._turn_SN[FORWARD, layer] - now
@@ -260,13 +260,13 @@ class NextUse:
         steps_passed += np.nan_to_num(steps, nan=math.inf, posinf=math.inf) - 1
         by_chance = first + steps_passed * self._num_turns
         ahead_SK = self._turn_SN[:, layer] - now
-        # A turn that has begun is still ahead of those that it has not served.
+        # A turn that has begun is still ahead for keys that it has not served.
         is_ahead_SK = (ahead_SK > 0) | (ahead_SK == 0) & ~self._is_served_NE[keys]
         certain = np.where(is_ahead_SK & self._is_used_NE[keys], ahead_SK, math.inf).min(axis=0)
         return np.minimum(certain, by_chance)
 
     def _count(self, keys: np.ndarray, layer: int) -> None:
-        """Uses of a step; a layer that requests more keys in the same step adds them."""
+        """Counts the uses in a step; further requests of a layer in the same step are added."""
         own = slice(layer * self._num_experts, (layer + 1) * self._num_experts)
         if not self._is_routed_N[layer]:
             self._is_routed_N[layer] = True
@@ -289,10 +289,10 @@ def make_policy(name: PolicyName, num_layers: int, num_experts: int, sweeps: int
 
 
 def belady(keys: Sequence[int] | np.ndarray, capacity: int) -> np.ndarray:
-    """Which of the requested keys hit when what is used last is evicted; bool `[T]`.
+    """Which requested keys hit when the key whose next use is last is evicted; bool `[T]`.
 
-    No policy that admits each key it is asked for has more hits; `Cache`, whose keys of one
-    request do not evict each other, may have fewer.
+    No policy that admits every requested key has more hits; `Cache`, where keys of one request
+    do not evict each other, may have fewer.
     """
     keys = np.asarray(keys).tolist()
     next_use_T = [math.inf] * len(keys)
@@ -317,7 +317,7 @@ def belady(keys: Sequence[int] | np.ndarray, capacity: int) -> np.ndarray:
 
 
 class _Clock:
-    """When keys were last requested."""
+    """Records when keys were last requested."""
 
     def __init__(self, num_keys: int):
         self._now = 0
@@ -328,14 +328,14 @@ class _Clock:
         self._now += len(keys)
 
     def age(self, keys: np.ndarray) -> np.ndarray:
-        """Keys requested since each of these."""
+        """Number of keys requested since the last request of each of these."""
         return self._now - self._last_NE[keys]
 
 
 def _largest(
     candidates: np.ndarray, number: int, value: np.ndarray, age: np.ndarray
 ) -> np.ndarray:
-    """The candidates of the largest values; where values are equal, of the largest ages."""
+    """The candidates with the largest values; among equal values, with the largest ages."""
     least = np.partition(value, -number)[-number]
     chosen = np.flatnonzero(value >= least)
     order = np.lexsort((age[chosen], value[chosen]))[::-1]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records of a store in host memory: `Cache` decides, `RecordStore` reads and writes.
+"""A store's records in host memory: `Cache` decides, `RecordStore` reads and writes.
 
-SE-MoE (Shen et al. 2022, arXiv:2205.10034), section 2.2: experts that are used are taken from
-host memory where they are there, otherwise from the disk; a changed one is written before it is
-dropped. For one thread; the store's threads do the waiting.
+SE-MoE (Shen et al. 2022, arXiv:2205.10034), section 2.2: experts in use are taken from host
+memory if they are there, otherwise from the disk; a changed one is written before it is
+dropped. It is for one thread; the store's threads do the waiting.
 """
 
 import collections
@@ -20,8 +20,8 @@ from switchx.storage.store import NUM_THREADS, RecordStore
 class CachedStore:
     """A cache in host memory of a store's records.
 
-    Records that are written back stay in memory until they are on the disk; there are no more
-    of these than the store has threads.
+    Records being written back stay in memory until they are on the disk; there are no more of
+    these than the store has threads.
     """
 
     def __init__(self, store: RecordStore, cache: Cache):
@@ -31,13 +31,13 @@ class CachedStore:
         self._write_backs: collections.deque[concurrent.futures.Future] = collections.deque()
 
     def request(self, keys: Sequence[int] | np.ndarray, moment: Moment) -> None:
-        """Begins to read the records that are not there; returns before they are.
+        """Begins to read the records that are not resident, and returns at once.
 
-        One whose read failed is read again.
+        A record whose read failed is read again.
 
         Raises:
             ValueError: see `Cache.request`.
-            StoreError: a record that made room for another could not be written.
+            StoreError: a record evicted to make room could not be written.
         """
         admission = self.cache.request(keys, moment)
         changed = set(admission.written_back.tolist())
@@ -50,16 +50,16 @@ class CachedStore:
                 self._records[key] = self.store.read(key)
 
     def __contains__(self, key: int) -> bool:
-        """Whether a record is here, or is being read."""
+        """Whether a record is in memory, or is being read."""
         return key in self._records
 
     def is_here(self, key: int) -> bool:
-        """Whether a requested record has been read: `get` of it does not wait or raise."""
+        """Whether a requested record has been read, so that `get` does not wait or raise."""
         future = self._records[key]
         return future.done() and not _has_failed(future)
 
     def get(self, key: int) -> Record:
-        """A requested record, as soon as it is there.
+        """Returns a requested record as soon as it has been read.
 
         Raises:
             KeyError: the record is not resident.
@@ -77,7 +77,7 @@ class CachedStore:
         self.replace(key, record)
 
     def replace(self, key: int, record: Record) -> None:
-        """Replaces a resident record by one that can be made of the disk's at any time."""
+        """Replaces a resident record by one that can be remade from the disk's at any time."""
         self._records[key] = concurrent.futures.Future()
         self._records[key].set_result(record)
 

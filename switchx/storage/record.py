@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One expert of one layer as bytes: its weights, all that the optimizer keeps, and a checksum.
+"""One expert of one layer as bytes: its weights, its optimizer state, and a checksum.
 
 SE-MoE (Shen et al. 2022, arXiv:2205.10034), section 2.1, keeps master weights, momentum and
-variance of each expert on an SSD: what a step reads and writes together is one record. Its
-form, little-endian:
+variance of each expert on an SSD: the data that a step reads and writes together is one record.
+Its format, little-endian:
 
     magic, format version, bytes of the header, bytes of the record        24 bytes
     header: JSON of the record's name, its updates, its arrays' names, dtypes and shapes
     the arrays in C order, each at a multiple of 16 bytes
     CRC-32 of all of the above, as 8 hexadecimal digits
 
-The first line and the last one are the same in all versions, so that a record of another
-version is told from a damaged one. The CRC is written as text because CRC-32 of bytes that are
-followed by their own CRC in binary is one and the same number, whatever the bytes; the CRC of
-a file in a snapshot's manifest would tell nothing.
+The first and the last line are the same in all versions, so that a record of another version
+can be told from a damaged one. The CRC is written as text because the CRC-32 of bytes followed
+by their own binary CRC is always the same number, whatever the bytes: the CRC of a file in a
+snapshot's manifest would then say nothing.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ VERSION = 1
 _MAGIC = b"switchxR"
 _FIRST = struct.Struct("<8sIIQ")
 _CRC_BYTES = 8
-# Python's `bytes` begin at such an address: the arrays of a decoded record are aligned.
+# Python's `bytes` begin at such addresses, so a decoded record's arrays are aligned.
 _ALIGNMENT = 16
 
 
@@ -42,7 +42,7 @@ class RecordError(ValueError):
 
 
 class StoreError(OSError):
-    """Records could not be read or written; snapshots that were taken are intact."""
+    """Records could not be read or written; snapshots taken earlier are intact."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Record:
     """The state of one expert.
 
     Attributes:
-        arrays: arrays by name; the arrays of a record that was read are read-only.
-        updates: number of the optimizer's updates of these arrays.
+        arrays: arrays by name; those of a record that was read are read-only.
+        updates: number of updates that the optimizer has made to these arrays.
     """
 
     arrays: Mapping[str, np.ndarray]
@@ -65,7 +65,7 @@ class Record:
 
 @dataclasses.dataclass(frozen=True)
 class ArrayType:
-    """Shape and dtype of an array, as JSON has them."""
+    """Shape and dtype of an array, in the form that JSON has."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -83,7 +83,7 @@ class StoreLayout:
     """Which records a store has, and what is in each.
 
     Attributes:
-        layers: arrays of a record by name, of each Switch layer by its name, in their order.
+        layers: arrays of a record by name, for each Switch layer by its name, in layer order.
     """
 
     layers: Mapping[str, Mapping[str, ArrayType]]
@@ -99,7 +99,7 @@ class StoreLayout:
         return f"{list(self.layers)[layer].replace(' ', '_')}/{expert:05d}"
 
     def types(self, key: int) -> Mapping[str, ArrayType]:
-        """The arrays of a record."""
+        """The types of a record's arrays, by name."""
         return list(self.layers.values())[key // self.num_experts]
 
     @property
@@ -120,7 +120,7 @@ class StoreLayout:
         """The inverse of `described`.
 
         Raises:
-            ValueError: it is none of a layout, a clause that begins with "it".
+            ValueError: it does not describe a layout; a clause that begins with "it".
         """
         try:
             layers = {
@@ -173,10 +173,10 @@ def encode(record: Record, name: str) -> bytes:
 
 
 def decode(data: bytes, name: str) -> Record:
-    """The record of these bytes; its arrays are views of them.
+    """Decodes a record from bytes; its arrays are views of them.
 
     Raises:
-        RecordError: the bytes are not the whole record of this name. The message is a clause
+        RecordError: the bytes are not the whole record of that name. The message is a clause
             that begins with "it" or "its".
     """
     begin = _FIRST.size + _check_bytes(data)
@@ -198,13 +198,13 @@ def decode(data: bytes, name: str) -> Record:
 
 
 def file_crc32(data: bytes) -> int:
-    """CRC-32 of encoded bytes, taken from the one that they end with: they are not read."""
+    """CRC-32 of encoded bytes, derived from the one at their end without reading them."""
     last = data[-_CRC_BYTES:]
     return zlib.crc32(last, int(last, 16))
 
 
 def require_types(record: Record, types: Mapping[str, ArrayType]) -> None:
-    """Raises RecordError, a clause, unless a record has exactly these arrays."""
+    """Raises RecordError, with a clause, unless a record has exactly these arrays."""
     got = types_of(record.arrays)
     if got != dict(types):
         wrong = [
@@ -216,7 +216,7 @@ def require_types(record: Record, types: Mapping[str, ArrayType]) -> None:
 
 
 def _check_bytes(data: bytes) -> int:
-    """Bytes of the header, after all bytes were compared with their CRC.
+    """Size of the header in bytes, after checking all bytes against their CRC.
 
     Raises:
         RecordError: see `decode`.
@@ -240,6 +240,6 @@ def _check_bytes(data: bytes) -> int:
 
 
 def _require_numbers(array: Any, name: str) -> None:
-    # Kind V: bfloat16 and its like, which have a name that NumPy finds them by.
+    # Kind V: bfloat16 and the like, which NumPy finds by their names.
     if array.dtype.kind not in "biufcV" or array.dtype.name.startswith("void"):
         raise ValueError(f"array {name!r} has dtype {array.dtype}; store numbers")

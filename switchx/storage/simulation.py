@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hit rates of policies and capacities on a trace, and which of them to choose.
 
-No policy is the best one on all traces, and published hit rates contradict each other, so the
-policy is chosen by the trace of the run that will use it: on its first half. The second half
-says what the choice is worth.
+No policy is best on all traces, and published hit rates contradict each other, so the policy
+is chosen on the first half of a trace of the run that will use it. The second half shows what
+the choice is worth.
 Dims: T requested keys
 """
 
@@ -18,7 +18,7 @@ from switchx.storage.cache import UPDATE, Cache, belady, make_policy
 from switchx.storage.trace import Trace, trace_of_steps
 
 POLICIES = typing.get_args(PolicyName)
-# Capacities that are tried, of all records.
+# Capacities to try, as fractions of all records.
 FRACTIONS = (0.1, 0.25, 0.5, 0.75, 1.0)
 
 
@@ -27,9 +27,10 @@ class Simulation:
     """The simulation of a cache of one capacity on a trace.
 
     Attributes:
-        capacity: records.
-        hit_T: whether each key was resident when it was requested, by policy, and of `belady`.
-        num_written_back: records written because they were evicted changed, by policy.
+        capacity: number of records.
+        hit_T: whether each key was resident when it was requested, by policy and for `belady`.
+        num_written_back: number of records written because they had changed when evicted, by
+            policy.
     """
 
     capacity: int
@@ -50,7 +51,7 @@ class Simulation:
 
     @property
     def chosen_vs_best(self) -> float:
-        """Hit rate of the chosen policy in the second half less that of the best one there."""
+        """Hit rate of the chosen policy in the second half minus that of the best one there."""
         best = max(self.hits(policy, half=1) for policy in POLICIES)
         return self.hits(self.chosen, half=1) - best
 
@@ -59,7 +60,7 @@ def simulate(trace: Trace, capacity: int) -> Simulation:
     """Runs a trace through `Cache` with each policy, and through Belady's rule.
 
     Raises:
-        ValueError: one request of the trace has more keys than the cache.
+        ValueError: a request of the trace has more keys than the cache holds.
     """
     hit_T, num_written_back = {}, {}
     for name in POLICIES:
@@ -81,23 +82,23 @@ def run_policy(trace: Trace, capacity: int, name: PolicyName) -> tuple[np.ndarra
 
 
 def least_capacity(trace: Trace) -> int:
-    """Records of the largest request; of training, which visits a layer in several sweeps and
-    may need all of its experts, those of a layer."""
+    """Number of records in the largest request; in training, which visits a layer in several
+    sweeps and may need all of its experts, at least a layer's."""
     largest = int(np.unique(trace.request_T, return_counts=True)[1].max())
     return largest if trace.sweeps == 1 else max(largest, trace.num_experts)
 
 
 def simulate_capacities(trace: Trace) -> list[Simulation]:
-    """One simulation for each of FRACTIONS that holds the largest request."""
+    """One simulation for each capacity of FRACTIONS that holds the largest request."""
     least = least_capacity(trace)
     capacities = [int(round(fraction * trace.num_keys)) for fraction in FRACTIONS]
     return [simulate(trace, capacity) for capacity in capacities if capacity >= least]
 
 
 def choose(simulations: list[Simulation], min_hits: float) -> Simulation:
-    """The smallest capacity whose chosen policy reaches a hit rate in the first half.
+    """The simulation of the smallest capacity whose chosen policy reaches `min_hits` in the
+    first half; if none does, that of the largest capacity.
 
-    Where none does, the largest one.
     """
     for each in simulations:
         if each.hits(each.chosen, half=0) >= min_hits:
@@ -109,10 +110,9 @@ def choose(simulations: list[Simulation], min_hits: float) -> Simulation:
 
 
 def training_trace(used_fraction: float, steps: int = 12, seed: int = 0) -> Trace:
-    """Training of 12 layers of 32 experts, of which each step uses a part.
+    """A trace of training 12 layers of 32 experts, of which each step uses a part.
 
-    The experts of a step are drawn by Zipf's law with exponent 1, in a different order in each
-    layer.
+    A step's experts are drawn by Zipf's law with exponent 1, ordered differently in each layer.
     """
     num_layers, num_experts = 12, 32
     number = int(used_fraction * num_experts)
@@ -136,13 +136,13 @@ def decoding_trace(
     drift: int | None = None,
     seed: int = 0,
 ) -> Trace:
-    """A trace of decoding with one token in each step.
+    """A trace of decoding one token in each step.
 
     Args:
         selected: number of experts that a token chooses in each layer.
         exponent: exponent of Zipf's law.
-        repeated: probability that a token chooses an expert of the token before it.
-        drift: number of tokens after which other experts are popular; None changes nothing.
+        repeated: probability that a token chooses an expert of the previous token.
+        drift: number of tokens after which other experts become popular; None keeps them.
     """
     rng = np.random.default_rng(seed)
     used: list[list[np.ndarray]] = []
@@ -160,7 +160,7 @@ def decoding_trace(
 
 
 def synthetic_traces() -> dict[str, Trace]:
-    """Four kinds of decoding (layers x experts); no policy is the best one on all."""
+    """Traces of four kinds of decoding (layers x experts); no policy is best on all."""
     return {
         "6x128, 1 a token": decoding_trace(6, 128, 1, 600, 1.0),
         "32x8, 2, repeated": decoding_trace(32, 8, 2, 150, 0.2, repeated=0.3),
@@ -172,7 +172,7 @@ def synthetic_traces() -> dict[str, Trace]:
 def _zipf_NE(
     rng: np.random.Generator, num_layers: int, num_experts: int, exponent: float
 ) -> np.ndarray:
-    """Shares of the experts in each layer, their order drawn."""
+    """Shares of the experts in each layer, in random order."""
     share_E = 1 / np.arange(1, num_experts + 1) ** exponent
     return np.stack([rng.permutation(share_E) for _ in range(num_layers)]) / share_E.sum()
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Snapshots of a store: folders of records that are whole or not there.
+"""Snapshots of a store: folders of records that exist whole or not at all.
 
     SNAPSHOT/encoder_1/00012    a record, see record.py
     SNAPSHOT/manifest.json      layers, arrays, size and CRC-32 of every file (whole_folders.py)
 
-Of several processes, each keeps its part of the records in SNAPSHOT/process_1_of_2, which is
-such a folder; the snapshot is whole when it has all parts.
+Where there are several processes, each keeps its part of the records in such a folder,
+SNAPSHOT/process_1_of_2; the snapshot is whole when it has all parts.
 
-A store never changes a file in place, so a hard link keeps a record as it is: a snapshot takes
-no bytes until records change. On another file system it is a copy.
+A store never changes a file in place, so a hard link preserves a record: a snapshot takes no
+space until records change. On another file system it is a copy.
 """
 
 import dataclasses
@@ -32,13 +32,13 @@ from switchx.whole_folders import new_folder, read_manifest, write_manifest
 
 MANIFEST = "manifest.json"
 _WAY_OUT = "restore an older checkpoint"
-# A file system that has no hard links, or not to another one, or no more of this file.
+# A file system without hard links, or without ones to another, or with no more for a file.
 _NO_LINK = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK)
 
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """Bytes of a snapshot's records that were linked, and that were copied."""
+    """Bytes of a snapshot's records that were linked, and bytes that were copied."""
 
     linked_bytes: int
     copied_bytes: int
@@ -50,7 +50,7 @@ def write_snapshot(
     layout: StoreLayout,
     files: Mapping[str, Sequence[int]],
 ) -> Transfer:
-    """Links records, which are on the disk, into a new folder.
+    """Links records on the disk into a new folder.
 
     Args:
         files: bytes and CRC-32 of each record, known from when it was written.
@@ -72,12 +72,12 @@ def write_snapshot(
 
 
 def part_of(folder: pathlib.Path, index: int, count: int) -> pathlib.Path:
-    """Where one of so many processes keeps its records of a snapshot."""
+    """The folder where process `index` of `count` keeps its records of a snapshot."""
     return folder if count == 1 else folder / f"process_{index}_of_{count}"
 
 
 def parts_of(folder: pathlib.Path) -> list[pathlib.Path]:
-    """The folders of records that a snapshot has.
+    """The folders of records in a snapshot.
 
     Raises:
         RecordError: a part is missing.
@@ -96,10 +96,10 @@ def parts_of(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def read_snapshot(folder: pathlib.Path, layout: StoreLayout) -> dict[str, Sequence[int]]:
-    """Bytes and CRC-32 of the records of a snapshot; names and sizes are compared.
+    """Bytes and CRC-32 of a snapshot's records; names and sizes are checked.
 
     Raises:
-        RecordError: the snapshot is not complete, or of another model.
+        RecordError: the snapshot is incomplete, or of another model.
     """
     snapshot = Snapshot(folder)
     if difference := _difference(snapshot.layout.described(), layout.described()):
@@ -151,7 +151,7 @@ class Snapshot:
                 )
 
     def read(self, key: int) -> Record:
-        """A record, every byte compared.
+        """Reads a record, checking every byte.
 
         Raises:
             RecordError: the record is missing, damaged, or another expert's.
@@ -171,13 +171,13 @@ class Snapshot:
 def transfer_records(
     source: pathlib.Path, target: pathlib.Path, files: Mapping[str, Sequence[int]]
 ) -> Transfer:
-    """Links files into another folder, or copies them where that cannot be, and says so.
+    """Links files into another folder, or copies them where links are impossible, and says so.
 
     Args:
         files: bytes and CRC-32 by name.
 
     Raises:
-        RecordError: a file is missing, or is copied and has changed since it was written.
+        RecordError: a file is missing, or one to be copied has changed since it was written.
         StoreError: there is no space.
     """
     left = dict(files)
@@ -203,7 +203,7 @@ def transfer_records(
 def _copy(
     source: pathlib.Path, target: pathlib.Path, files: Mapping[str, Sequence[int]], reason: str
 ) -> int:
-    """Copies files and compares their bytes; how many there are."""
+    """Copies files and checks their bytes; returns the number of bytes."""
     total = _num_bytes(files)
     free = shutil.disk_usage(target).free
     if total > free:
@@ -226,7 +226,7 @@ def _copy(
 
 
 def _no_transfer(error: OSError, folder: pathlib.Path, num_bytes: int) -> StoreError:
-    """The error where files cannot be linked or copied."""
+    """The error to raise where files cannot be linked or copied."""
     free = shutil.disk_usage(folder.absolute().parent).free
     return StoreError(
         error.errno,
@@ -237,7 +237,7 @@ def _no_transfer(error: OSError, folder: pathlib.Path, num_bytes: int) -> StoreE
 
 
 def _difference(got: Mapping, expected: Mapping) -> str:
-    """The first thing in which two layouts differ, in words; empty where none."""
+    """A description of the first difference between two layouts; empty if there is none."""
     pairs = {
         "number of experts": (got.get("num_experts"), expected["num_experts"]),
         "layers": (list(got.get("layers", {})), list(expected["layers"])),
@@ -255,7 +255,7 @@ def _num_bytes(files: Mapping[str, Sequence[int]]) -> int:
 
 
 def _flush_folder(folder: pathlib.Path) -> None:
-    """The names in a folder are on the disk then."""
+    """Flushes a folder, so that the names in it are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts on a disk: a file a record, written and read in the background, and snapshots.
+"""Experts on a disk: one file per record, written and read in the background; snapshots.
 
 SE-MoE (Shen et al. 2022, arXiv:2205.10034), section 2.1. A file is never changed in place:
-tensorstore writes a new one, flushes it and renames it over the old one. A hard link keeps
-a record as it is, and a snapshot is a link to each of them (snapshot.py); its manifest has the
-CRC-32 that each record was written with, so that nothing is read again.
+tensorstore writes a new one, flushes it and renames it over the old one. A hard link preserves
+a record, and a snapshot has a link to each of them (snapshot.py); its manifest has the CRC-32
+that each record was written with, so that nothing is read again.
 
-What the store itself holds is scratch: a process that was killed leaves records of different
-updates. A run goes on from a snapshot, so a store is opened empty.
+The store's own contents are scratch: a process that was killed leaves records of different
+updates. A run resumes from a snapshot, so a store is opened empty.
 
     FOLDER/store.lock                      held by the one process that has it open
     FOLDER/records/encoder_1/00012         a record, see record.py
@@ -52,9 +52,9 @@ _PROCESS = re.compile(r"process_\d+")
 
 
 class RecordStore:
-    """Records by key; reads and writes are futures, in the order of their calls for each key.
+    """Records by key; reads and writes are futures, in order of their calls for each key.
 
-    A failed write ends the store: each later call raises the same cause.
+    A failed write ends the store: every later call raises the same error.
 
     Attributes:
         bytes_read, bytes_written: bytes of records read and written since the store was opened.
@@ -67,10 +67,10 @@ class RecordStore:
         keys: Iterable[int] | None = None,
         num_threads: int = NUM_THREADS,
     ):
-        """Opens a store without records; what an earlier process left there is deleted.
+        """Opens a store without records; whatever an earlier process left there is deleted.
 
         Args:
-            keys: keys of the records that this process stores; None is all.
+            keys: keys of the records that this process stores; None means all.
             num_threads: number of threads that encode and decode records.
 
         Raises:
@@ -82,10 +82,10 @@ class RecordStore:
         self._root = absolute(folder)
         self._records = self._root / "records"
         self._lock_file = _locked(self._root)
-        # Bytes and CRC-32 of the file of each record, as it was written last.
+        # Bytes and CRC-32 of each record's file, as last written.
         self._written: dict[int, tuple[int, int]] = {}
         self._failure: BaseException | None = None
-        # The latest read or write of each key that is not done.
+        # The latest unfinished read or write of each key.
         self._latest: dict[int, concurrent.futures.Future] = {}
         self._lock = threading.Lock()
         self._executor = concurrent.futures.ThreadPoolExecutor(num_threads, "records")
@@ -98,10 +98,10 @@ class RecordStore:
         self.close()
 
     def read(self, key: int) -> concurrent.futures.Future:
-        """The Record of a key, after the writes of it that were called before.
+        """Reads the Record of a key, after all its writes that were called before.
 
         The future raises RecordError where the file is missing, damaged, of another version,
-        expert or model, or not what was written last.
+        expert or model, or not what was last written.
         """
         return self._submit(key, functools.partial(self._read, key))
 
@@ -111,7 +111,7 @@ class RecordStore:
         The future raises StoreError where it could not be written.
 
         Raises:
-            RecordError: the record has not the arrays of the layout.
+            RecordError: the record does not have the layout's arrays.
         """
         try:
             require_types(record, self.layout.types(key))
@@ -120,10 +120,10 @@ class RecordStore:
         return self._submit(key, functools.partial(self._write, key, record))
 
     def drain(self) -> None:
-        """Waits until all that was called is done.
+        """Waits until all reads and writes called so far are done.
 
         Raises:
-            StoreError: a write failed, now or before.
+            StoreError: a write failed, now or earlier.
         """
         with self._lock:
             pending = list(self._latest.values())
@@ -133,10 +133,10 @@ class RecordStore:
     def snapshot(
         self, folder: str | os.PathLike, keys: Iterable[int] | None = None
     ) -> Transfer:
-        """Keeps records as they are now, in a folder that is either complete or absent.
+        """Saves records as they are now in a folder that is either complete or absent.
 
         Args:
-            keys: keys of the records that are kept; None is all that this process stores.
+            keys: keys of the records to save; None means all that this process stores.
 
         Raises:
             ValueError: something is in the folder.
@@ -152,10 +152,10 @@ class RecordStore:
         )
 
     def restore(self, *folders: str | os.PathLike) -> Transfer:
-        """Takes the records of snapshots in place of those that are here.
+        """Replaces the store's records by those of snapshots.
 
         Where several processes stored their own records, each of them reads all snapshots.
-        Sizes are compared here, bytes when a record is read (or copied).
+        Sizes are checked here, bytes when a record is read (or copied).
 
         Raises:
             RecordError: a snapshot is not whole, is of another model, or lacks a record.
@@ -182,7 +182,7 @@ class RecordStore:
         )
 
     def close(self) -> None:
-        """Waits for what was called, and lets another process open the store."""
+        """Waits for pending reads and writes, then lets another process open the store."""
         self._executor.shutdown()
         self._lock_file.close()
 
@@ -197,7 +197,7 @@ class RecordStore:
     def _submit(self, key: int, work: Callable[[], Any]) -> concurrent.futures.Future:
         self._require_working()
         with self._lock:
-            # It was submitted before, so it has a thread already: no circle of waits.
+            # It was submitted earlier, so it already has a thread: waiting cannot deadlock.
             previous = self._latest.get(key)
 
             def in_turn():
@@ -222,7 +222,7 @@ class RecordStore:
             result = self._files.read(name).result()
             if result.state != "value":
                 raise RecordError("it is missing")
-            data = result.value  # a copy of the bytes each time that one asks for it
+            data = result.value  # each access copies the bytes
             record = decode(data, name)
             require_types(record, self.layout.types(key))
             found = len(data), file_crc32(data)
@@ -235,7 +235,7 @@ class RecordStore:
             raise RecordError(
                 f"record {self._records / name}: {error}; go on from the last checkpoint"
             ) from None
-        except BaseException as error:  # tensorstore's, or what ends this thread
+        except BaseException as error:  # tensorstore's errors, or whatever ends this thread
             raise StoreError(
                 f"record {self._records / name} cannot be read: {error!r}"
             ) from error
@@ -249,7 +249,7 @@ class RecordStore:
             data = encode(record, name)
             self._put(name, data)
         except Exception as error:
-            # The future of a write may never be read: the next call raises its error.
+            # A write's future may never be read, so the next call raises its error.
             self._failure = self._failure or error
             raise
         with self._lock:
@@ -259,7 +259,7 @@ class RecordStore:
     def _put(self, name: str, data: bytes) -> None:
         try:
             self._files.write(name, data).result()
-        except ValueError as error:  # tensorstore's, of the system
+        except ValueError as error:  # tensorstore's, for the system's errors
             raise self._write_error(name, len(data), error) from error
 
     def _write_error(self, name: str, num_bytes: int, error: ValueError) -> StoreError:
@@ -287,20 +287,20 @@ class RecordStore:
 
 
 def process_folder(folder: str | os.PathLike, index: int) -> pathlib.Path:
-    """Where one of the processes that train a model has its store, in a folder that they share
-    or that each machine has its own of."""
+    """The folder of a training process' store, in a folder that the processes share or that
+    each machine has for itself."""
     path = pathlib.Path(folder).expanduser()
     return path if index == 0 else path / f"process_{index}"
 
 
 def remove_stores(folder: str | os.PathLike, first: int) -> None:
-    """Deletes stores of processes from this number on, which an earlier run had and none has
-    open."""
+    """Deletes the stores of processes numbered `first` or higher, left by an earlier run and
+    not open in any process."""
     for path in pathlib.Path(folder).expanduser().glob("process_*"):
         if _PROCESS.fullmatch(path.name) and int(path.name.removeprefix("process_")) >= first:
             try:
                 file = _locked(path)
-            except ValueError:  # of a run that is not done, or no store
+            except ValueError:  # in use by a running process, or not a store
                 continue
             with file:
                 shutil.rmtree(path, ignore_errors=True)

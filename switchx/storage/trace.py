@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which experts were requested, in which order: what a cache is simulated on.
+"""Traces: which experts were requested, in which order, for simulating caches.
 
-A trace is an `.npz` file. Runs with experts in storage write `storage/trace.npz`; of other runs
-it is made of the choices of tokens that evaluations record (`routing/step_*.parquet`), as
+A trace is an `.npz` file. Runs with experts in storage write `storage/trace.npz`; for other
+runs it is made from the tokens' choices that evaluations record (`routing/step_*.parquet`), as
 decoding or training would request the experts. Its arrays:
 
     key_T                  layer * num_experts + expert
@@ -28,7 +28,7 @@ from switchx.files import write_atomically
 from switchx.npz import read_arrays
 from switchx.storage.cache import BACKWARD, FORWARD, SWEEPS, UPDATE, Moment
 
-# Of a run, in its file: some hundred steps of some hundred layers.
+# Requests kept in a run's file: some hundred steps of some hundred layers.
 LOGGED_REQUESTS = 1 << 16
 _TYPES = {"key_T": np.int32, "step_T": np.int32, "sweep_T": np.int8, "request_T": np.int32}
 _ARRAYS = {
@@ -41,7 +41,7 @@ _ARRAYS = {
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """Requested keys in their order; the file says what the arrays hold.
+    """Requested keys in order; the module's docstring describes the arrays.
 
     Raises:
         ValueError: the arrays do not fit each other.
@@ -78,7 +78,7 @@ class Trace:
         return len(SWEEPS) if self.sweep_T.max() > FORWARD else 1
 
     def requests(self) -> Iterator[tuple[np.ndarray, Moment]]:
-        """The keys of each request, and its moment."""
+        """Yields the keys of each request, and its moment."""
         begins = np.flatnonzero(np.diff(self.request_T, prepend=self.request_T[0] - 1))
         for begin, end in zip(begins, [*begins[1:], len(self.key_T)], strict=True):
             moment = Moment(
@@ -103,7 +103,7 @@ class Trace:
 
 
 class TraceLog:
-    """The requests of a run, as they come: the newest, so that a long run's fit in memory."""
+    """Collects a run's requests; keeps only the newest, so that a long run's fit in memory."""
 
     def __init__(self, layers: Sequence[str], num_experts: int, record_bytes: int):
         self._of_run = dict(
@@ -118,7 +118,7 @@ class TraceLog:
         self._requests.append((np.asarray(keys), moment))
 
     def trace(self) -> Trace | None:
-        """The requests so far; None without any."""
+        """The requests so far; None if there are none."""
         if not self._requests:
             return None
         lengths = [len(keys) for keys, _ in self._requests]
@@ -160,7 +160,7 @@ def trace_of_steps(
     record_bytes: int,
     sweeps: int,
 ) -> Trace:
-    """Makes the trace of a run whose steps use these experts.
+    """Makes the trace of a run whose steps use the given experts.
 
     Forward and backward sweeps need all experts of a layer together; the update takes them one
     by one.
@@ -196,13 +196,13 @@ def trace_of_choices(
     sweeps: int,
     tokens_per_step: int,
 ) -> Trace:
-    """The requests of a run that reads these tokens, so many in a step.
+    """The requests of a run that reads the given tokens, a fixed number in each step.
 
     Where there are two stacks, each step reads an equal share of the tokens of both.
 
     Args:
         stacks: names of the Switch layers of a stack, and the experts `[N, T, S]` that its
-            tokens chose; `num_experts` where there is none.
+            tokens chose; `num_experts` where there is no choice.
     """
     num_steps = -(-sum(expert.shape[1] for _, expert in stacks) // tokens_per_step)
     num_steps = min(num_steps, *(expert.shape[1] for _, expert in stacks))
