@@ -1,13 +1,13 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
-# Trains over the machines of a Slurm job: one process a machine, all of its GPUs each.
+# Trains over the machines of a Slurm job: one process per machine, each with all of its GPUs.
 #
 #   sbatch --nodes=4 --gpus-per-node=8 launch/slurm.sh \
 #     --gin_file=configs/runs/pretrain_switch_base.gin --gin.VOCABULARY_FILE=t5.model \
 #     --gin_file=configs/meshes/hierarchical.gin --gin.NODES=4 --gin.EXPERT_PARTS=8 \
 #     --gin_file=configs/xla/overlap.gin --model_dir=/shared/runs/base
 #
-# What follows the script's name are options of `switchx train`. --model_dir has to be on a
+# Arguments after the script's name are options of `switchx train`. --model_dir has to be on a
 # file system that all machines share. A process that is lost ends the step; the job then
 # begins it again from the last checkpoint, RESTARTS times in a row without a new one. After a
 # signal (the time limit, a machine that is taken away) it goes back into the queue.
@@ -30,7 +30,7 @@
 set -euo pipefail
 
 RESTARTS="${RESTARTS:-3}"
-export SWITCHX_LAUNCHED=1 # after a signal a process alone, too, ends with 75
+export SWITCHX_LAUNCHED=1 # after a signal even a single process ends with 75
 SWITCHX="${SWITCHX:-switchx}"
 JOB="${SLURM_JOB_ID:-0}"
 ALLOCATED="${SLURM_JOB_NUM_NODES:-1}"
@@ -47,7 +47,7 @@ said="$(mktemp)"
 trap 'rm -f "$said"' EXIT
 
 newest_checkpoint() {
-  # Of an object store nothing is listed: there every restart counts.
+  # An object store is not listed: there every restart counts.
   find "$model_dir/checkpoints" -mindepth 1 -maxdepth 1 -printf '%f\n' 2>/dev/null |
     grep -xE '[0-9]+' | sort -n | tail -n 1 || true
 }
@@ -67,8 +67,8 @@ excluded=""     # machines, with commas
 num_excluded=0
 lost_once=" "   # machines whose process was lost
 while true; do
-  # Processes end each other, and leave with the status that says why. Slurm would end process 0,
-  # which is the last one, with another.
+  # Processes end each other and exit with the status that says why. Slurm would end process 0,
+  # which is the last one, with another status.
   # srun sets SLURM_PROCID, SLURM_NTASKS and SLURM_STEP_NODELIST, which JAX reads.
   status=0
   srun --nodes="$NODES" --ntasks="$NODES" --ntasks-per-node=1 ${excluded:+--exclude="$excluded"} \

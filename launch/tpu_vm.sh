@@ -1,13 +1,13 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
-# Trains on one worker of a Cloud TPU VM slice; started on all workers at one time:
+# Trains on one worker of a Cloud TPU VM slice; started on all workers at the same time:
 #
 #   gcloud compute tpus tpu-vm ssh NAME --zone=ZONE --worker=all --command='
 #     cd switchx && launch/tpu_vm.sh --gin_file=configs/runs/pretrain_switch_base.gin \
 #       --gin.VOCABULARY_FILE=t5.model --model_dir=/shared/base'
 #
 # The run has its own mesh, 4 x 4 x 8 devices and more along `data`; a file of configs/meshes/ after
-# it takes its place. Of several slices of a queued resource, the same for each of them. What
+# it takes its place. For several slices of a queued resource, the same for each of them. What
 # follows the script's name are options of `switchx train`. JAX asks the metadata server which
 # worker this is, and how many there are; process 0 is worker 0 of slice 0, whose port 8482 the
 # others have to reach.
@@ -30,7 +30,7 @@ done
 case "$model_dir" in "~" | "~/"*) model_dir="$HOME${model_dir#\~}" ;; esac # as switchx reads it
 
 newest_checkpoint() {
-  # Of an object store nothing is listed: there every restart counts.
+  # An object store is not listed: there every restart counts.
   find "$model_dir/checkpoints" -mindepth 1 -maxdepth 1 -printf '%f\n' 2>/dev/null |
     grep -xE '[0-9]+' | sort -n | tail -n 1 || true
 }

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dimension key: one capital letter a dimension, the same in every file.
+"""The dimension key: one capital letter per dimension, the same in every file.
 
 A tensor's name ends in its dimensions (`x_BLD`, `w_in_EDF`), and for a parameter that
-suffix is the only metadata there is: the partitioning rules, Adafactor's factoring and
+suffix is the only metadata: the partitioning rules, Adafactor's factoring and
 the checkpoint readers all derive what they need from the name. A parameter with more
 dimensions than its suffix was stacked by `lax.scan`; the extra leading one is `N`.
 """
@@ -33,9 +33,9 @@ DIMENSIONS = {
 }
 
 _SUFFIX = re.compile(r"_([A-Z]+)$")
-# Letters that index independent copies of a matrix, when they stand before one.
+# Letters that index independent matrices when they precede the letters of a matrix.
 _BATCH_LETTERS = "NPE"
-# Letters on the two sides of a matrix: heads and head size are one joined side.
+# A side of a matrix is one letter, but heads and head size together form one side.
 _JOINED = re.compile(r"[HZ]K|[A-Z]")
 
 
@@ -44,7 +44,7 @@ def dims_of(name: str, ndim: int) -> str:
 
     Args:
         name: the last part of the parameter's path.
-        ndim: number of the array's dimensions; one more than the suffix has letters when layers
+        ndim: number of the array's dimensions; one more than the suffix has letters if layers
             are stacked. A scalar (an optimizer's count) has no suffix.
 
     Raises:
@@ -63,7 +63,7 @@ def dims_of(name: str, ndim: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class MatrixDims:
-    """A parameter's dimensions as a batch of matrices: their counts, in order."""
+    """How many of a parameter's dimensions, in order, are batch, row and column dimensions."""
 
     num_batch: int
     num_rows: int
@@ -74,7 +74,7 @@ def matrix_dims(dims: str) -> MatrixDims | None:
     """Splits dimension letters into batch, row and column dimensions.
 
     `EDF` is E matrices of D by F, `DHK` one matrix of D by (H K), `NHKD` N matrices of
-    (H K) by D. The router `DE` is one matrix: E is a batch only before a whole matrix.
+    (H K) by D. The router `DE` is one matrix: E is a batch only in front of a whole matrix.
 
     Returns:
         None when no matrix is left, as for `ND` (a stack of norm scales) or `EF`.

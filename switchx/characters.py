@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts that are characters of Unicode, which half a surrogate pair is not."""
+"""Checks that texts consist of Unicode characters, which half a surrogate pair is not."""
 
 import re
 
@@ -7,12 +7,12 @@ _HALF_OF_A_PAIR = re.compile("[\ud800-\udfff]")
 
 
 class CharacterError(ValueError):
-    """A text has half a surrogate pair, which is no character and has no bytes in UTF-8.
+    """A text has half a surrogate pair, which is no character and has no UTF-8 encoding.
 
-    JSON and Python can spell it.
+    JSON and Python can express it.
 
     Attributes:
-        field: field that has the text.
+        field: field that holds the text.
     """
 
     def __init__(self, field: str, found: re.Match):
@@ -24,7 +24,7 @@ class CharacterError(ValueError):
 
 
 def require_characters(value, name: str) -> None:
-    """Raises CharacterError for half a surrogate pair in a text, or in any of a list."""
+    """Raises CharacterError for half a surrogate pair in any text of a value, at any depth."""
     if isinstance(value, str):
         if found := _HALF_OF_A_PAIR.search(value):
             raise CharacterError(name, found)

@@ -194,7 +194,7 @@ def _type_name(kind: type) -> str:
 
 
 def describe(value, where: str = "the configuration") -> Any:
-    """Nested dataclasses as JSON; a dataclass keeps its type's name under `type`.
+    """Nested dataclasses as JSON values; the name of each one's type is kept under `type`.
 
     Functions are written by name, so that a reader can import them again.
 
@@ -224,7 +224,7 @@ def describe(value, where: str = "the configuration") -> Any:
 
 
 def json_text(value, **options) -> str:
-    """A value as `json.dumps` writes it, where NaN and infinity, which JSON lacks, are null."""
+    """A value as `json.dumps` writes it, but null for NaN and infinity, which JSON lacks."""
     return json.dumps(_finite(value), allow_nan=False, **options)
 
 
@@ -237,7 +237,7 @@ def _finite(value):
 
 
 def without_gin(value):
-    """Takes a function that a gin file names out of the wrapper that gin puts around it."""
+    """Unwraps a function that a gin file names from the wrapper that gin puts around it."""
     while getattr(value, "__globals__", {}).get("__name__") == "gin.config":
         value = value.__wrapped__
     return value
@@ -260,9 +260,9 @@ def from_description(cls: type, description: dict[str, Any], where: str):
     """The configuration from which `describe` made this description.
 
     Args:
-        cls: expected class. A description with the name of another module's class is of
+        cls: expected class. A description that names a class of another module describes
             that class, which has to be a subclass.
-        where: the file that it was read from, for messages.
+        where: file that it was read from, for messages.
 
     Raises:
         ValueError: fields are missing or unknown, their values are refused, or the class
@@ -303,7 +303,7 @@ def from_description(cls: type, description: dict[str, Any], where: str):
                 "by another version of switchx: read it with that one, or correct the file"
             )
     for name, hint in _hints(cls).items():
-        # Others are written by name or as lists: the class checks them.
+        # Values of other types are written by name or as lists: the class checks them.
         is_plain = {*_alternatives(hint)} <= {int, float, str, bool, type(None)}
         if is_plain and name in values and not fits(values[name], hint):
             raise ValueError(
@@ -318,15 +318,15 @@ def _takes_tuples(hint) -> bool:
 
 
 def _tuples(value):
-    """A value as it was before JSON, which has lists alone."""
+    """A value as it was before it became JSON, which has only lists."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def fits(value, hint) -> bool:
-    """Whether a value is of a type's annotation.
+    """Whether a value fits a type annotation.
 
-    A whole number is a float and True is no number; lists and tuples are one, and the items of
-    those of one type are looked at; a protocol takes anything.
+    An int fits float, but a bool is no number; lists and tuples are interchangeable, and their
+    items are checked if all have one type; a protocol accepts anything.
     """
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any or getattr(hint, "_is_protocol", False):
@@ -346,7 +346,7 @@ def fits(value, hint) -> bool:
 
 
 def _import_named(name: str, expected: type, where: str) -> type:
-    """The class of a dotted name, `my_package.tasks.MyObjective`."""
+    """The class with a dotted name, such as `my_package.tasks.MyObjective`."""
     module, _, last = name.rpartition(".")
     try:
         found = getattr(import_for_folder(module), last)
@@ -364,14 +364,14 @@ def _import_named(name: str, expected: type, where: str) -> type:
 def differences(
     saved, current, on: Literal["resume", "evaluation"], name: str = ""
 ) -> Iterator[str]:
-    """Fields that a saved description and a configuration have apart, each with both values.
+    """Fields in which a saved description and a configuration differ, each with both values.
 
-    A field that the saved description does not have yet had its default there.
+    A field that the saved description does not yet have is taken to have had its default.
 
     Args:
         saved: description that `describe` returned, read from JSON.
         current: a configuration, or a value in it.
-        on: occasion; fields that may change on it are left out.
+        on: occasion; fields that may change on that occasion are left out.
         name: dotted name of the value.
     """
     if dataclasses.is_dataclass(current) and isinstance(saved, dict):
@@ -414,6 +414,6 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _alternatives(hint) -> tuple:
-    """`(A, B)` of `A | B`."""
+    """`(A, B)` for `A | B`."""
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     return typing.get_args(hint) if is_union else (hint,)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluation by generation: what a model writes to a task's inputs, against its targets.
+"""Evaluation by generation: what a model writes for a task's inputs, compared with its targets.
 
-All examples are answered, in the corpus' order, and targets are the corpus' texts as they
-stand there, never decoded tokens.
+All examples are answered, in corpus order, and targets are the texts exactly as they stand
+in the corpus, never decoded tokens.
 """
 
 import collections
@@ -32,17 +32,17 @@ def metrics_of(
     chosen: Sequence[str] | None = None,
     has_file: bool = False,
 ) -> dict[str, tuple]:
-    """Metrics of each task that is to be answered.
+    """The metrics of each task that is to be answered.
 
     Args:
         names: names of metrics; None is the tasks' own.
         chosen: names of tasks; None is all that have metrics.
         has_file: whether answers are written to a file: then tasks without metrics are answered
-            too, where they are chosen or no task has any.
+            too, if they are chosen or no task has any.
 
     Raises:
-        ValueError: a metric is not there; metrics are named, and no task has texts for
-            targets; a chosen task is not there or has no metrics.
+        ValueError: a metric does not exist; metrics are named but no task has texts as
+            targets; a chosen task does not exist or has no metrics.
     """
     tasks = evaluated_tasks(source)
     if names is None:
@@ -99,7 +99,7 @@ class Answers:
 
 
 def ask(model: Model, examples: EvaluationExamples) -> Questions:
-    """Examples as prompts of a model.
+    """Turns examples into prompts for a model.
 
     Raises:
         ValueError: the task's vocabulary is not the model's.
@@ -124,10 +124,10 @@ def answer(
     """Generates an answer to every question.
 
     Args:
-        progressed: is told how many are answered, as they are.
+        progressed: called with the number of answers so far, as they are generated.
 
     Raises:
-        ValueError: the model cannot read a prompt; nothing was generated.
+        ValueError: the model cannot read a prompt; nothing has been generated.
     """
     require_readable(generator, questions)
     texts, num_unfinished = [""] * len(questions.prompts), 0
@@ -139,24 +139,24 @@ def answer(
 
 
 def require_readable(generator: Generator, questions: Questions) -> None:
-    """Raises ValueError where the model cannot read a prompt."""
+    """Raises ValueError if the model cannot read a prompt."""
     for number, prompt in enumerate(questions.prompts):
         if fault := generator.fault(prompt):
             raise ValueError(f"task {questions.task.name!r}: example {number} {fault}")
 
 
 class JobTexts:
-    """The texts that a job's model generates, with the parameters on the mesh of training.
+    """The texts that a job's model generates, with its parameters on the training mesh.
 
-    It is a `training.text_evaluation.TextEvaluator` for `TrainingJob.text_evaluation`. Texts
-    and metrics are those of `switchx eval` on the same parameters: no token is dropped.
+    A `training.text_evaluation.TextEvaluator` for `TrainingJob.text_evaluation`. Texts and
+    metrics are those of `switchx eval` on the same parameters: no token is dropped.
     """
 
     def __init__(self, job: TrainingJob, mesh: jax.sharding.Mesh, decoding=None):
         """Reads the examples of all tasks that have metrics.
 
         Args:
-            decoding: defaults of decoding, as `read_decoding` returns them.
+            decoding: decoding defaults, as `read_decoding` returns them.
 
         Raises:
             ValueError: no task has metrics, an input cannot be read, or the model cannot be
@@ -247,10 +247,10 @@ def rank_choices(
     batch_size: int = 32,
     progressed: Callable[[int], None] = lambda num_done: None,
 ) -> list[MetricResult]:
-    """Metrics of the choices that the model finds most likely (T5's rank classification).
+    """Metrics of the choices that the model considers likeliest (T5's rank classification).
 
     Args:
-        progressed: is told how many choices are scored, as they are.
+        progressed: called with the number of choices scored so far, as they are.
 
     Raises:
         ValueError: an example has no choices, or the model cannot read one.
@@ -271,9 +271,9 @@ def rank_choices(
 
 
 def mean_results(results: Sequence[Sequence[MetricResult]]) -> list[MetricResult]:
-    """Means over tasks, of what has the same name and signature, in order of appearance.
+    """Means over tasks of results with the same name and signature, in order of appearance.
 
-    A metric that some task has no score for has no mean.
+    A metric for which some task has no score has no mean.
     """
     scores, missing = collections.defaultdict(list), {}
     for result in itertools.chain.from_iterable(results):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Freed memory on a CPU: kept by glibc's malloc for the next array, or given to the system.
+"""Freed memory on a CPU: kept by glibc's malloc for the next array or returned to the system.
 
-By default glibc maps each large array anew and unmaps it once it is freed, so that the kernel
-faults in, and zeroes, every page of every array in every step.
+By default glibc maps each large array anew and unmaps it when it is freed, so the kernel
+faults in and zeroes every page of every array in every step.
 """
 
 import ctypes
@@ -13,14 +13,14 @@ import os
 from switchx.fields import require
 
 VARIABLE = "SWITCHX_MALLOC"
-# Parameters of mallopt(3), of malloc.h.
+# Parameters of mallopt(3), from malloc.h.
 _TRIM_THRESHOLD = -1
 _TOP_PAD = -2
 _MMAP_THRESHOLD = -3
 _MMAP_MAX = -4
 _ARENA_MAX = -8
 
-# What mallopt(3) reads from the environment; GLIBC_TUNABLES is newer.
+# The environment variables documented in mallopt(3); GLIBC_TUNABLES is newer.
 _OF_GLIBC = (
     *("MALLOC_ARENA_MAX", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_"),
     *("MALLOC_TOP_PAD_", "MALLOC_TRIM_THRESHOLD_"),
@@ -28,13 +28,13 @@ _OF_GLIBC = (
 
 
 def keep_freed_memory() -> str:
-    """Has malloc keep what is freed, in one arena; to be called before JAX is first used.
+    """Makes malloc keep freed memory, in one arena; call it before JAX is first used.
 
-    Nothing changes where an accelerator holds the arrays, where the C library is not glibc,
-    where GLIBC_TUNABLES or a variable of mallopt(3) sets malloc, or with SWITCHX_MALLOC=system.
+    Nothing changes if an accelerator holds the arrays, if the C library is not glibc, if
+    GLIBC_TUNABLES or a variable of mallopt(3) sets malloc, or with SWITCHX_MALLOC=system.
 
     Returns:
-        A sentence that says which it is.
+        A sentence that says which of these applies.
 
     Raises:
         ValueError: SWITCHX_MALLOC has another value.
@@ -46,13 +46,13 @@ def keep_freed_memory() -> str:
 
 
 def return_freed_memory() -> str:
-    """Has malloc give large arrays to the system once they are freed.
+    """Makes malloc return large arrays to the system when they are freed.
 
-    For those who set a bound: kept, in an arena a thread, they were more than twice
-    `StorageSpec.host_bytes` (`rss_over_budget` of `make promises`).
+    For users who set a bound: when kept, in one arena per thread, such arrays took more than
+    twice `StorageSpec.host_bytes` (`rss_over_budget` of `make promises`).
 
     Returns, Raises:
-        As `keep_freed_memory`, and nothing changes where it changes nothing.
+        As `keep_freed_memory`; nothing changes where that function would change nothing.
     """
     return _changed(
         {
@@ -67,7 +67,7 @@ def return_freed_memory() -> str:
 
 
 def _changed(parameters: dict[int, int], says: str) -> str:
-    """What malloc does: what `says` says if it takes these, else what leaves it as it is."""
+    """What malloc does: `says` if it accepts these parameters, else why it stays as it is."""
     chosen = os.environ.get(VARIABLE, "keep")
     require(
         chosen in ("keep", "system"),
@@ -83,13 +83,13 @@ def _changed(parameters: dict[int, int], says: str) -> str:
 
 
 def _set(parameters: dict[int, int]) -> bool:
-    """Whether the C library has mallopt, and took all."""
+    """Whether the C library has mallopt and accepted all parameters."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and all([mallopt(*each) for each in parameters.items()])
 
 
 def _on_cpu() -> bool:
-    """Whether JAX's default back end will be a CPU; it is not initialized for it."""
+    """Whether JAX's default backend will be a CPU, found out without initializing it."""
     if platforms := os.environ.get("JAX_PLATFORMS"):
         return platforms.partition(",")[0] == "cpu"
     has_plugins = bool(importlib.metadata.entry_points(group="jax_plugins"))

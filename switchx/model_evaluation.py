@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`switchx.evaluate`: checkpoints by their likelihood and by the texts that they write.
+"""`switchx.evaluate`: measures checkpoints by likelihood and by the texts that they generate.
 
-The command `switchx eval` calls what is here. The routing of evaluated batches is recorded, and
-recorded choices are replayed, on the way.
+The command `switchx eval` calls this module. While it evaluates batches, it can record their
+routing or replay recorded choices.
 """
 
 import contextlib
@@ -83,41 +83,41 @@ def evaluate(
     max_new_tokens: int = 128,
     length_penalty: float = 1.0,
 ) -> dict[str, Any]:
-    """Validation metrics of a checkpoint, and of what the model writes; `switchx eval --json`.
+    """Validation metrics of a checkpoint and of its generated texts, as `switchx eval --json`.
 
     Args:
-        model_dir: run folder, or what `switchx quantize` wrote; nothing is written there.
+        model_dir: run folder, or output of `switchx quantize`; nothing is written there.
         job: the job whose data, batch, capacity and mesh are used; None is the run's own. They
-            may differ from training, what the parameters mean may not. A quantized model needs
-            a job.
-        step: step of the checkpoint; None is the newest complete one, "best" the best
-            validated.
-        metrics: names of metrics of `switchx.data.text_metrics.METRICS`, instead of the tasks'
-            own; an empty list generates nothing.
-        tasks: names of tasks of a mixture to answer; None is all with metrics.
-        split: split of the corpora; None is the tasks'.
-        max_examples: largest number of examples of each task to answer; None is all.
-        batch_size: largest number of inputs at once in generation.
-        rank_choices: whether the choices of each example are scored and the likeliest measured.
-        bootstrap: samples for intervals of 95% of BLEU and chrF; 0 has none.
-        predictions: file to write, JSON lines of task, inputs, target and prediction; it has
-            tasks without metrics too, where they are named or no task has any.
-        record: file to write, where the tokens of the batches were routed
+            may differ from training; the meaning of the parameters may not. A quantized model
+            needs a job.
+        step: step of the checkpoint; None is the newest complete one, "best" the one with the
+            best validation.
+        metrics: names of metrics in `switchx.data.text_metrics.METRICS`, used instead of the
+            tasks' own; with an empty list no text is generated.
+        tasks: names of the mixture's tasks to answer; None is all that have metrics.
+        split: split of the corpora; None is each task's own.
+        max_examples: largest number of examples to answer per task; None is all.
+        batch_size: largest number of inputs that are generated for at once.
+        rank_choices: whether to score each example's choices and measure the likeliest.
+        bootstrap: number of samples for 95% intervals of BLEU and chrF; 0 gives no intervals.
+        predictions: file to write: JSON lines of task, inputs, target and prediction, also of
+            tasks without metrics if they are named or no task has any.
+        record: file to write: where the tokens of the batches were routed
             (`switchx/routing_record.py`).
-        record_places: places of the record after which batches are left out of it.
-        replay: record of these batches, of this model or another one, whose choices are taken
-            in place of the routers' (`moe/replay.py`).
+        record_places: number of places in the record beyond which batches are left out.
+        replay: record of these batches, by this model or another one, whose choices replace
+            the routers' (`moe/replay.py`).
         reporter: reporter, as in `train`.
         beam_size, max_new_tokens, length_penalty: fields of `DecodingConfig`.
 
     Returns:
-        `step`, `neg_log_perplexity`, `accuracy` and others over all evaluated batches, under
-        `routing` those of each Switch layer, under `tasks` the same of each of several tasks,
-        under `texts` what was measured of generated texts.
+        `step`, `neg_log_perplexity`, `accuracy` and others over all evaluated batches; under
+        `routing` those of each Switch layer; under `tasks`, if there are several, the same for
+        each task; under `texts` the results for generated texts.
 
     Raises:
-        ValueError: a folder, step, task, split or metric is not there, or does not fit; the
-            message says what is.
+        ValueError: a folder, step, task, split or metric does not exist or does not fit; the
+            message says what does.
     """
     options = {
         "metrics": metrics,
@@ -147,24 +147,24 @@ def evaluate_checkpoints(
     reporter=None,
     **options,
 ) -> list[dict[str, Any]]:
-    """What `evaluate` measures, of each checkpoint that a run has kept.
+    """What `evaluate` measures, for each checkpoint that a run has kept.
 
-    `switchx eval --step=all` calls it. Each is a line of a table of JSON lines, written when it
-    is measured. A second call reads these and goes on with those that are not in the table, or
-    are there of another checkpoint or of other texts.
+    `switchx eval --step=all` calls it. Each checkpoint becomes a line in a table of JSON lines,
+    written once it is measured. Another call reads the table and measures only checkpoints that
+    it lacks, or whose line is of a different checkpoint or different texts.
 
     Args:
-        every: steps; checkpoints of multiples of it are evaluated.
-        output: table; None is `evaluations.jsonl` of the run folder, which `switchx report`
-            shows.
-        options: options of `evaluate` but `step`, `predictions`, `record` and `replay`.
+        every: number of steps; checkpoints at multiples of it are evaluated.
+        output: file of the table; None is `evaluations.jsonl` in the run folder, which
+            `switchx report` shows.
+        options: options of `evaluate` except `step`, `predictions`, `record` and `replay`.
 
     Returns:
         The lines of the table, by step.
 
     Raises:
-        ValueError: there is no such checkpoint, the table is damaged or of other settings, or
-            what `evaluate` raises.
+        ValueError: there is no such checkpoint, the table is damaged or has other settings, or
+            `evaluate` raises it.
     """
     folder = RunFolder(model_dir)
     require(
@@ -221,7 +221,7 @@ def _evaluation(
     recording: "_Recording | None" = None,
     replayed: "_Replayed | None" = None,
 ) -> Iterator["_Evaluation"]:
-    """What `evaluate` does for any step, its settings checked; arguments are those of it."""
+    """What `evaluate` does for any step, with checked settings; takes its arguments."""
     if job is not None:
         require_job(job, "evaluate")
     _require_writable(predictions, bootstrap)
@@ -263,7 +263,7 @@ def _job_to_evaluate(model_dir, job: TrainingJob | None, split: str | None) -> T
 
 @dataclasses.dataclass(frozen=True)
 class _Evaluation:
-    """Measures checkpoints of one folder, by one program."""
+    """Measures the checkpoints of one folder with one program."""
 
     folder: RunFolder
     job: TrainingJob
@@ -311,7 +311,7 @@ class _Evaluation:
     @functools.cached_property
     def _program(self) -> TrainingProgram:
         job = self._checked_job
-        # Rates by parameter may be of adapters, which are merged here.
+        # Rates by parameter may be for adapters, which are merged here.
         step = dataclasses.replace(job.step, rate_multipliers=())
         return compiled_program(dataclasses.replace(job, step=step))
 
@@ -334,7 +334,7 @@ class _Evaluation:
         return metrics
 
     def measured_of(self, step: int) -> str:
-        """A hash of a checkpoint and of the texts that are evaluated."""
+        """A hash of a checkpoint and the evaluated texts."""
         job = self._checked_job
         parts = [checkpoint_fingerprint(self.folder, step, job.vocabulary), *self._texts_read]
         return hashlib.sha256(json_text(parts).encode()).hexdigest()[:16]
@@ -345,7 +345,7 @@ class _Evaluation:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of what the numbers depend on beside the checkpoint."""
+        """A hash of what the numbers depend on besides the checkpoint."""
         job = self._checked_job
         of_job = describe((job.model, job.source, job.batches, job.eval_batches))
         of_texts = (sorted(describe(self.wanted).items()), describe(self.texts))
@@ -353,7 +353,7 @@ class _Evaluation:
 
 
 def _require_writable(predictions, bootstrap: int) -> None:
-    """Refuses, before anything is read, what cannot be written or means nothing."""
+    """Refuses, before anything is read, unwritable files and meaningless settings."""
     require(
         bootstrap != 1,
         "bootstrap=1 is no sample to tell an interval by; use 1000, or leave it out",
@@ -369,14 +369,14 @@ def _require_writable(predictions, bootstrap: int) -> None:
 
 
 class _Replayed:
-    """Gives batches the choices of a record of `switchx eval --record`, one after the other."""
+    """Gives successive batches the choices in a record of `switchx eval --record`."""
 
     def __init__(self, path: str | os.PathLike):
         self._record, self._number = open_record(path), 0
         self._batches = itertools.groupby(self._record.batches(), lambda batch: batch.number)
 
     def job(self, job: TrainingJob) -> TrainingJob:
-        """The job whose routers take given choices; those find full experts as they did."""
+        """The job whose routers take given choices, which find experts full as before."""
         model, path = job.model, self._record.path
         require(
             model.switch is not None,
@@ -396,7 +396,7 @@ class _Replayed:
         return dataclasses.replace(job, model=dataclasses.replace(model, switch=switch))
 
     def require_end(self) -> None:
-        """Raises ValueError where the record has more batches than were evaluated."""
+        """Raises ValueError if the record has more batches than were evaluated."""
         require(
             next(self._batches, None) is None,
             f"{self._record.path} has more batches than the {self._number} of this evaluation; "
@@ -404,7 +404,7 @@ class _Replayed:
         )
 
     def given(self, batch: Batch) -> Batch:
-        """The next batch, with the choices of the record."""
+        """The batch, which has to be the record's next one, with the recorded choices."""
         _, parts = next(self._batches, (None, ()))
         info = self._record.info
         parts = {part.stack: part for part in parts}
@@ -428,7 +428,7 @@ class _Replayed:
 
 
 class _Recording:
-    """Writes the routing of whole batches, as `evaluated_sums` passes it."""
+    """Writes the routing of whole batches as `evaluated_sums` passes it in."""
 
     def __init__(self, path: str | os.PathLike, max_places: int):
         self._path, self._most, self._number = path, max_places, 0
@@ -459,7 +459,7 @@ class _Recording:
         return self._writer.summary()
 
     def begin_task(self) -> None:
-        """Batches of all tasks follow each other."""
+        """Does nothing: batches of all tasks are numbered consecutively."""
 
     def add(self, batch_size: int, parts: dict) -> None:
         self._writer.add(self._number, jax.device_get(parts), batch_size)
@@ -479,9 +479,9 @@ def _with_split(source: Task | Mixture, split: str | None) -> Task | Mixture:
 
 
 def _mesh_of_texts(mesh: MeshSpec) -> MeshSpec | None:
-    """The mesh that texts are generated on: the job's, without stages; None is one device.
+    """The mesh on which texts are generated: the job's without stages; None is one device.
 
-    Decoding has no stages: their devices take a part of the batch each.
+    Decoding has no stages: their devices each take a part of the batch.
     """
     data = None if mesh.data is None else mesh.data * mesh.pipe
     mesh = dataclasses.replace(mesh, data=data, pipe=1)
@@ -489,7 +489,7 @@ def _mesh_of_texts(mesh: MeshSpec) -> MeshSpec | None:
 
 
 def _only_task(job: TrainingJob, wanted: dict[str, tuple]) -> str | None:
-    """The task whose experts answer, where tasks have their own; None where all have all."""
+    """The task whose experts answer if each task has its own; None if tasks share them."""
     switch = job.model.switch
     if switch is None or switch.router.kind != "task":
         return None
@@ -503,7 +503,7 @@ def _only_task(job: TrainingJob, wanted: dict[str, tuple]) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Texts:
-    """Settings of answering and measuring tasks; fields are arguments of `evaluate`."""
+    """Settings for answering and measuring tasks; the fields are arguments of `evaluate`."""
 
     decoding: dict[str, Any]
     batch_size: int
@@ -515,7 +515,7 @@ class _Texts:
     def measure(
         self, job: TrainingJob, metrics: dict[str, tuple], model: api.Model, reporter
     ) -> dict[str, Any]:
-        """Settings, results of each task in `metrics`, and their means if several; JSON."""
+        """JSON: settings, results of each task in `metrics`, and their means if several."""
         generator = model.generator(batch_size=self.batch_size, **self.decoding)
         questions = [
             ask(
@@ -528,7 +528,7 @@ class _Texts:
             if task.name in metrics
         ]
         if self.ranks_choices:
-            _ = [each.examples.choices for each in questions]  # refuses what has none
+            _ = [each.examples.choices for each in questions]  # refuses those without choices
         answers = self._answers(model, generator, questions, reporter)
         tasks, results = {}, []
         for asked, answered in zip(questions, answers, strict=True):
@@ -551,7 +551,7 @@ class _Texts:
     def _answers(
         self, model: api.Model, generator: Generator, questions: list[Questions], reporter
     ) -> list[Answers]:
-        """Answers of all questions; the file has them from when each task is done."""
+        """Answers to all questions; each task's are written to the file when it is done."""
         answers = []
         lines = []
         done = 0

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays of `.npz` files of anybody: what a file declares is checked before it is read.
+"""Arrays from untrusted `.npz` files: what a file declares is checked before it is read.
 
 A zip file of a few megabytes can unpack to gigabytes, and an array's header can ask for any
-amount of memory. NumPy's reader allocates what a header says.
+amount of memory. NumPy's reader allocates whatever a header says.
 """
 
 import math
@@ -16,21 +16,21 @@ import numpy as np
 from switchx.fields import require
 from switchx.object_store import IS_LFS_POINTER, is_lfs_pointer
 
-# Bytes that a smaller file may unpack to: far above any sample or trace.
+# The most bytes that a file smaller than this may unpack to: far above any sample or trace.
 MOST_BYTES = 1 << 30
 
-# Name -> kind of its numbers (`np.integer`, `np.floating`, `np.str_`) and number of dimensions.
+# Name -> kind of its elements (`np.integer`, `np.floating`, `np.str_`), number of dimensions.
 Arrays = Mapping[str, tuple[type, int]]
 
 
 def read_arrays(
     path: str | os.PathLike, required: Arrays, optional: Arrays | None = None
 ) -> dict[str, np.ndarray]:
-    """The named arrays of a file; others in it are left alone.
+    """Returns the named arrays of a file; it ignores any others.
 
     Raises:
         ValueError: the file cannot be read or is damaged, unpacks to more than `MOST_BYTES`, or
-            an array is missing or of another kind.
+            an array is missing or of the wrong kind.
     """
     path = pathlib.Path(path)
     try:

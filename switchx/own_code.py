@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Code of a user's own: when modules of the working directory can be imported.
+"""The user's own code: when modules in the working directory can be imported.
 
 A gin file that a user names is their program, so what it imports may be in the working
 directory. A model's folder is data: the classes that its `config.json` names are looked up
-among what is installed or already imported, in the working directory only with `--trust_code`.
-That directory is looked at last: no file in it takes the place of an installed module.
+among installed or imported modules, and in the working directory only with `--trust_code`.
+That directory is searched last: no file in it shadows an installed module.
 """
 
 import contextlib
@@ -15,8 +15,8 @@ import sys
 import types
 from collections.abc import Iterator
 
-_ROOT = pathlib.Path(__file__).parents[1]  # what has the package
-# Entries of the module path that are there for gin files, and not for what folders name.
+_ROOT = pathlib.Path(__file__).parents[1]  # the folder that contains the package
+# Entries of the module path that serve gin files but not what model folders name.
 _for_gin_files: set[str] = set()
 
 
@@ -24,7 +24,7 @@ def import_from_working_directory(*, folders_too: bool = False) -> None:
     """Puts the working directory at the end of the module path.
 
     Args:
-        folders_too: also for classes that a model's folder names, `--trust_code`.
+        folders_too: also for the classes that a model's folder names (`--trust_code`).
     """
     here = os.getcwd()
     if folders_too:
@@ -36,10 +36,10 @@ def import_from_working_directory(*, folders_too: bool = False) -> None:
 
 
 def import_for_folder(module: str) -> types.ModuleType:
-    """The module that a file of a model's folder names.
+    """Imports the module that a file in a model's folder names.
 
     Raises:
-        ImportError: the module is not installed, nor imported already, nor trusted.
+        ImportError: the module is neither installed, nor already imported, nor trusted.
     """
     with _without(_for_gin_files):
         return importlib.import_module(module)
@@ -56,7 +56,7 @@ def _without(entries: set[str]) -> Iterator[None]:
 
 
 def is_of_working_directory() -> bool:
-    """Whether a module was imported that a model's folder finds with `--trust_code` alone."""
+    """Whether a module was imported that a model's folder finds only with `--trust_code`."""
     tops = [each for name, each in [*sys.modules.items()] if "." not in name]
     files = [each.__file__ for each in tops if getattr(each, "__file__", None)]
     packages = [path for each in tops for path in getattr(each, "__path__", ())]
@@ -65,14 +65,14 @@ def is_of_working_directory() -> bool:
 
 
 def python_words() -> list[str]:
-    """The command that starts a Python which does not import from the working directory.
+    """The command that starts a Python that does not import from the working directory.
 
-    It does import from it if the working directory is the one that has this package.
+    If that directory is the one that contains this package, it does import from it.
     """
     return [sys.executable, *([] if pathlib.Path.cwd() == _ROOT else ["-P"])]
 
 
 def leave_out_working_directory() -> None:
-    """Takes away what `python -m switchx` puts first, but where this package is there."""
+    """Removes the path entry that `python -m switchx` adds, unless this package is there."""
     if not sys.flags.safe_path and pathlib.Path(sys.path[0]).resolve() != _ROOT.resolve():
         del sys.path[0]

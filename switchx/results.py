@@ -22,11 +22,11 @@ _COMPARISONS = {">=": operator.ge, "<=": operator.le, "==": operator.eq}
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """A number and the bound that it is to meet.
+    """A number and the bound that it has to meet.
 
     Attributes:
-        bound: a comparison and a number, as `>=0.90`.
-        is_judged: False where the value says nothing, as in a rehearsal.
+        bound: a comparison and a number, such as `>=0.90`.
+        is_judged: False where the value is meaningless, as in a rehearsal.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Check:
         return {True: "holds", False: "does not hold", None: "not judged"}[self.holds]
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields that JSON has."""
+        """The fields that the JSON output contains."""
         return {n: getattr(self, n) for n in ("name", "value", "bound", "holds")}
 
 
@@ -72,7 +72,7 @@ class Report:
         return json_text(head | {"results": self.results, "checks": checks})
 
     def print(self, as_json: bool) -> int:
-        """Prints a table for each first column, or the object as the last line.
+        """Prints a table for each first column, or the JSON object as the last line.
 
         Returns:
             The command's exit status: 1 where a check does not hold.
@@ -99,8 +99,8 @@ class Report:
 
 
 def environment() -> dict[str, Any]:
-    """Device, processor, cores, JAX and commit of a measurement, and what sets malloc, which
-    changes it."""
+    """Device, processor, cores, JAX version and commit of a measurement, and the variables that
+    set malloc, which affects the measurement."""
     return {
         "device": jax.devices()[0].device_kind,
         "processor": _processor(),
@@ -112,7 +112,7 @@ def environment() -> dict[str, Any]:
 
 
 def _processor() -> str | None:
-    """The host's, as Linux names it; None where it does not."""
+    """The name that Linux gives the host's processor; None where it gives none."""
     file = pathlib.Path("/proc/cpuinfo")
     text = file.read_text(encoding="utf-8") if file.exists() else ""
     names = re.findall(r"^model name\s*: (.+)$", text, re.MULTILINE)

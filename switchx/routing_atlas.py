@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The atlas of a model on labelled texts: a pass that records, capacities, and knock-outs.
+"""The atlas of a model on labelled texts: a recorded pass, capacities, and knock-outs.
 
     texts = read_labelled_texts(["code.txt", "prose.txt"])
     atlas = make_atlas(switchx.load("runs/mine"), texts, "folder", name="mine")
 
-Long texts are several rows. An encoder reads a row, and the decoder gets a column of targets
-where there is one; else the spans that are masked in the row, where the model was trained with
-sentinels (T5's span corruption, drawn by the seed); else the row once more. A decoder-only
-model reads the row alone.
+Long texts are cut into several rows. An encoder reads a row, and the decoder gets the target
+column if there is one; otherwise the spans masked in the row, if the model was trained with
+sentinels (T5's span corruption, drawn by the seed); otherwise the row again. A decoder-only
+model reads only the row.
 
 Dims: R texts, K labels, B rows, X removed experts
 """
@@ -44,19 +44,19 @@ from switchx.models.knock_out import with_logit_biases, without_each
 from switchx.progress import SilentReporter
 from switchx.routing_record import RecordWriter, RoutingRecord, open_record
 
-# Experts that are removed one by one where it is not said how many, and texts that are scored
-# without them.
+# Default number of experts that are removed one by one, and of texts that are scored without
+# them.
 MOST_KNOCK_OUTS, KNOCK_OUT_TEXTS = 256, 64
 
 
 @dataclasses.dataclass(frozen=True)
 class TextRows:
-    """Pairs that a model scores, which are parts of texts.
+    """Pairs of token sequences, cut from texts, that a model scores.
 
     Attributes:
         pairs: token ids of inputs and of targets.
         text_B: number of the text of each pair.
-        how: what the stacks read, in words, and what is left out.
+        how: description of what the stacks read and what is left out.
     """
 
     pairs: list[tuple[list[int], list[int]]]
@@ -81,7 +81,7 @@ def make_atlas(
     seed: int = 0,
     reporter=None,
 ) -> Atlas:
-    """Records the routing of all texts and counts it; then scores at other capacities, and
+    """Records and counts the routing of all texts; then scores them at other capacities and
     without single experts.
 
     Writes `record_NAME.parquet` and `tables/NAME/*.parquet` into the folder.
@@ -89,20 +89,20 @@ def make_atlas(
     Args:
         name: name of the model, in tables and on the page.
         run_folder: run folder of the model, whose own samples (`routing/`) give saturation.
-        knockouts: most experts that are removed, each alone: first those that take most more of
-            a label's tokens than of the others', then drawn ones; 0 removes none.
-        knockout_texts: most texts of each label that are scored without them.
+        knockouts: most experts to remove, one at a time: first those whose share of a label's
+            tokens most exceeds that of the other labels', then random ones; 0 removes none.
+        knockout_texts: largest number of texts per label that are scored without them.
         max_tokens: largest number of a text's tokens in a row.
-        min_tokens: least number of tokens that a label has.
+        min_tokens: least number of tokens that a label must have.
         batch_size: largest number of rows at once.
-        dropless: whether no token is dropped; else experts have the capacity of evaluation.
+        dropless: whether no token is dropped; otherwise experts have their evaluation capacity.
         factors: capacity factors at which drops are measured, each by a pass over the texts.
         seed: seed of masked spans, permutations, shuffles, resamples and draws.
         reporter: a `Reporter` of `switchx/progress.py`, or None.
 
     Raises:
-        ValueError: the model has no Switch layers or no vocabulary, a factor is none, a label
-            has too few tokens, or no expert can be removed.
+        ValueError: the model has no Switch layers or no vocabulary, a factor is invalid, a
+            label has too few tokens, or no expert can be removed.
     """
     require_readable(model, name)
     factors = tuple(map(float, factors))
@@ -165,7 +165,7 @@ def make_atlas(
 
 
 def require_readable(model: api.Model, name: str) -> None:
-    """Raises ValueError where a model has no Switch layers, or cannot read texts."""
+    """Raises ValueError if a model has no Switch layers or cannot read texts."""
     require(
         model.config.switch is not None,
         f"{name} is a dense model, which routes nothing; give one with Switch layers",
@@ -183,11 +183,11 @@ def text_rows(
     """What a model reads of texts, cut into rows of at most `max_tokens` of their tokens."""
     config, form, vocabulary = model.config, model.text_format, model.vocabulary
     if config.has_length_limit:
-        max_tokens = min(max_tokens, config.max_length - 1)  # and the end
+        max_tokens = min(max_tokens, config.max_length - 1)  # leaves room for the end token
     if not config.is_encoder_decoder:
         how = "the decoder reads the text"
         parts = _parts(texts, lambda text: form.targets(vocabulary, text), max_tokens)
-        # Of one token alone nothing is predicted where no start stands before it.
+        # Without a start token, a single token leaves nothing to predict.
         least = 2 if model.ids.start_id is None else 1
         rows = [(r, [], part) for r, part in parts if len(part) >= least]
     elif texts.targets is not None:
@@ -213,7 +213,7 @@ def text_rows(
 def _parts(
     texts: LabelledTexts, encode: Callable[[str], Sequence[int]], most: int
 ) -> Iterator[tuple[int, list[int]]]:
-    """Each text's number, and its tokens in as few even parts as `most` allows."""
+    """Each text's number with each part of its tokens: as few even parts as `most` allows."""
     for r, text in enumerate(texts.texts):
         if tokens := encode(text):
             for part in np.array_split(np.array(tokens, np.int32), -(-len(tokens) // most)):
@@ -221,7 +221,7 @@ def _parts(
 
 
 def _with_targets(form, vocabulary, texts: LabelledTexts, most: int):
-    """Raises ValueError: a text or a target is longer than a row; neither can be cut."""
+    """Raises ValueError if a text or target is longer than a row; neither can be cut."""
     for r, (text, target) in enumerate(zip(texts.texts, texts.targets, strict=True)):
         pair = form.inputs(vocabulary, text), form.targets(vocabulary, target)
         require(
@@ -245,7 +245,7 @@ def _corrupted(vocabulary, texts: LabelledTexts, max_tokens: int, seed: int):
 
 
 def _require_tokens(rows: TextRows, labels: Labels, least: int) -> None:
-    """Raises ValueError where labels have fewer tokens than `least`."""
+    """Raises ValueError if any labels have fewer than `least` tokens."""
     num_K = labels.by_label(
         labels.by_text([len(inputs or targets) for inputs, targets in rows.pairs])
     )
@@ -262,7 +262,7 @@ def _require_tokens(rows: TextRows, labels: Labels, least: int) -> None:
 
 
 def _removed(layers: Sequence[LayerAtlas], most: int, seed: int) -> list[tuple[str, int]]:
-    """Layer and expert of each removal: those that prefer a label most, and drawn ones."""
+    """Layer and expert of each removal: those that most prefer a label, then random ones."""
     every = statistics.all_experts(layers)
     first = list(dict.fromkeys(statistics.largest_takers(layers)))[:most]
     others = [each for each in every if each not in first]
@@ -278,7 +278,7 @@ def drops_by_factor(
     factors: Sequence[float],
     batch_size: int,
 ) -> DropsByFactor | str:
-    """Predicts drops from a record of the rows, and measures some; or says why it cannot."""
+    """Predicts drops from a record of the rows and measures some, or says why it cannot."""
     config = model.config
     switch = model.config.switch
     router = model.config.switch.router
@@ -317,12 +317,12 @@ def remove_experts(
     reporter=None,
     **options,
 ) -> KnockOuts:
-    """Scores texts with each of some experts removed alone, by one program a shape of batch.
+    """Scores texts with each given expert removed alone; compiles one program per batch shape.
 
     Args:
         experts: layer and number of each expert.
-        most_texts: largest number of texts of each label, drawn by the seed.
-        options: those of `Model.scorer`.
+        most_texts: largest number of texts per label, drawn by the seed.
+        options: options of `Model.scorer`.
     """
     drawn = np.random.default_rng(seed).permutation(len(labels.label_R))
     is_drawn_R = np.zeros(len(drawn), bool)
@@ -356,10 +356,10 @@ def _snapshots(run_folder: str) -> list[Snapshot]:
 
 
 def write_page(path: pathlib.Path, atlases: Sequence[Atlas]) -> dict:
-    """Writes the page of one model, or of two, and beside it the first one's picture.svg.
+    """Writes the page of one or two models and, beside it, picture.svg of the first one.
 
     Returns:
-        The numbers that sum it up.
+        The numbers that summarize it.
     """
     names = " and ".join(atlas.name for atlas in atlases)
     first = atlases[0]
@@ -376,7 +376,7 @@ def write_page(path: pathlib.Path, atlases: Sequence[Atlas]) -> dict:
 
 
 def _drifts(one: Atlas, other: Atlas) -> dict[str, LayerDrift] | str:
-    """The differences of two models' choices by layer; or why there are none."""
+    """The differences between two models' choices by layer, or why there are none."""
     try:
         return drift(open_record(one.record), open_record(other.record))
     except ValueError as error:
@@ -384,7 +384,7 @@ def _drifts(one: Atlas, other: Atlas) -> dict[str, LayerDrift] | str:
 
 
 def _summary(atlas: Atlas) -> dict:
-    """The loss of each label, and what its specialist's removal does to texts held out."""
+    """The loss of each label, and what removing its specialist does to held-out texts."""
     found, removed = [], atlas.knock_outs
     for k, label in enumerate(atlas.labels.names):
         each = {"label": label, "loss": float(atlas.loss_K[k])}

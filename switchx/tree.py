@@ -23,7 +23,7 @@ def named_leaves(tree: Tree) -> dict[str, Any]:
 
 
 def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested dictionaries of leaves by name: of such a tree, the inverse of `named_leaves`."""
+    """Nested dictionaries of leaves by name: for such a tree, the inverse of `named_leaves`."""
     root: dict[str, Any] = {}
     for name, leaf in leaves.items():
         *parents, last = name.split("/")
@@ -35,24 +35,24 @@ def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def map_named(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
-    """`function(name, leaf, *leaves_of_rest)` on every leaf."""
+    """Maps every leaf to `function(name, leaf, *leaves_of_rest)`."""
     return jax.tree_util.tree_map_with_path(
         lambda path, *leaves: function(path_name(path), *leaves), tree, *rest
     )
 
 
 def num_elements(tree: Tree) -> int:
-    """Elements in all arrays (or shape structs) together."""
+    """Total number of elements in all arrays (or shape structs)."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
 
 
 def num_bytes(tree: Tree) -> int:
-    """Bytes of all arrays (or shape structs) together."""
+    """Total number of bytes of all arrays (or shape structs)."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def parted(leaves: Sequence, chosen: Sequence[bool]) -> tuple[list, list]:
-    """The leaves that are chosen, and the others."""
+    """Splits leaves into those that are chosen and the others."""
     pairs = list(zip(leaves, chosen, strict=True))
     return [leaf for leaf, is_in in pairs if is_in], [
         leaf for leaf, is_in in pairs if not is_in

@@ -81,7 +81,7 @@ ADAPTERS = {
     "top 1, adapted": LoRASpec("none", rank=2),
     "top 2, adapted alike": LoRASpec("none", rank=2, shared_by_experts=True),
 }
-# The number of cells: its check fails where a further combination is refused.
+# The number of cells: its check fails if a further combination is refused.
 ALL_CELLS = 3795
 SAMPLE_CELLS = len(ROUTERS) * len(DISPATCHERS)
 

@@ -33,8 +33,8 @@ from tests.promises.loss_parity import VOCABULARY_ROWS
 
 ROWS, LENGTH, EXPERTS = 8, 16, 8
 LAYER = ModelConfig("decoder_only", 8, 32, 64, 8, 4, num_decoder_layers=1, activation="relu")
-# Less than any array of activations has: what is left out are sums of the router's gradient,
-# of D * E numbers, and of counts.
+# Less than any array of activations has: this leaves out sums of counts, and of the router's
+# gradient, which has D * E numbers.
 LEAST_BYTES = 4 * ROWS * LENGTH * LAYER.d_model // NUM_DEVICES
 LAYER_MESHES = {
     "dense": MeshSpec(data=1, model=8),
@@ -45,8 +45,8 @@ LAYER_MESHES = {
 
 
 def of_layers() -> Iterator[tuple]:
-    """Collectives of a layer's activations by kind, and those of Pipeline MoE's beyond the
-    dense tensor-parallel one's."""
+    """Collectives of a layer's activations by kind, and how many more Pipeline MoE has than
+    the dense tensor-parallel layer."""
     totals = {}
     for name, spec in LAYER_MESHES.items():
         counted, sizes = collections.Counter(), collections.Counter()
@@ -103,7 +103,7 @@ DEEP = ModelConfig(
     "decoder_only", 512, 32, 64, 2, 16, 8, activation="relu", scan_layers=True, remat="full",
     switch=SwitchConfig(4, every=2, group_size=STEP_ROWS * STEP_LENGTH // NUM_DEVICES),
 )  # fmt: skip
-# One bucket a parameter, several a block, one a block.
+# One bucket per parameter, several per block, one per block.
 BUCKET_BYTES = (1, 2**14, 2**30)
 
 

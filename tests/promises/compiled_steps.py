@@ -27,23 +27,23 @@ def compile_step(
         step = program.train_step.lower(
             program.abstract_state, batch_shapes(program), *program.beside
         )
-        # What is read off does not depend on LLVM, and its optimizations take long.
+        # What is read off does not depend on LLVM's optimizations, which take long.
         is_cpu = devices[0].platform == "cpu"
         options = {"xla_backend_optimization_level": "0"} if is_cpu else {}
         return program, step.compile(compiler_options=options)
 
 
 def on_tpu(module: str, *words: str) -> Iterator[tuple[str, str, float]]:
-    """The rows that a module of this folder prints of a v5e."""
+    """The rows that a module in this folder prints for a v5e."""
     return on_described(TOPOLOGY, module, *words)
 
 
 def on_described(
     topology: Topology, module: str, *words: str
 ) -> Iterator[tuple[str, str, float]]:
-    """The rows that a module of this folder prints in a process with a slice's compiler.
+    """The rows that a module in this folder prints in a process with a slice's compiler.
 
-    None where that is not installed, which standard error says.
+    There are none if that is not installed, as a line on standard error says.
     """
     try:
         rows = json_of_child(words, topology, module)
@@ -56,5 +56,5 @@ def on_described(
 def print_rows(
     rows: Callable[[Sequence], Iterator[tuple[str, str, float]]], topology: Topology = TOPOLOGY
 ) -> None:
-    """Prints rows of described devices: the other side of `on_described`."""
+    """Prints rows for described devices: the other side of `on_described`."""
     print(json.dumps(list(rows(describe_devices(topology)))))

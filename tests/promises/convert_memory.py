@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of `switchx convert` on a model of a GiB: of a process of its own.
+"""Memory of `switchx convert` on a model of a GiB, in a process of its own.
 
 `convert_rss_over_budget` is the most memory that the process had while it converted, less what
-it had before reading, over the model's largest array and the arrays of one stacked layer;
+it had before reading, over the model's largest array plus the arrays of one stacked layer;
 `convert_back_rss_over_budget` the same of a process that writes what the first has written.
-`python -m tests.promises.convert_memory FOLDER` makes the model there and converts it; once
-more, it converts that back.
+`python -m tests.promises.convert_memory FOLDER` makes the model there and converts it; a
+second run converts that back.
 Dims: D model, E experts, F ffn, V vocabulary
 """
 
@@ -87,14 +87,14 @@ class Drawn:
 
 
 def memory_of(words: list[str]) -> float:
-    """MiB of the most memory of a command above what the process had before."""
+    """Peak memory of a command above what the process had before, in MiB."""
     before = reset_peak()
     assert switchx(words) == 0, words
     return (peak_rss_bytes() - before) / MEBIBYTE
 
 
 def reset_peak() -> int:
-    """Has Linux count the peak from now on, and returns the bytes of now."""
+    """Makes Linux count the peak from now on; returns the bytes in use now."""
     pathlib.Path("/proc/self/clear_refs").write_text("5")
     return peak_rss_bytes()
 

@@ -15,7 +15,7 @@ from switchx.inference.program_cache import COMPILATIONS, PROGRAMS, num_maps
 from switchx.models.config import ModelConfig
 from switchx.models.params import init_params
 
-# The first 200 of 1,000 settings meet all programs.
+# The first 200 of 1,000 settings use all programs.
 SETTINGS, FIRST = 1_000, 200
 SMALL = ModelConfig("encoder_decoder", 64, 16, 32, 2, 8, 1, 1)
 
@@ -60,7 +60,7 @@ def random_settings(rng: np.random.Generator) -> dict[str, Any]:
 
 
 def _resident_bytes() -> int:
-    """Of this process; 0 where the system does not say."""
+    """Resident bytes of this process; 0 if the system does not report them."""
     try:
         pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
     except OSError:

@@ -43,7 +43,7 @@ from tests.promises.compiled_steps import NUM_DEVICES
 PARTS = ((NUM_DEVICES, 3), (6, 6), (2, 9))
 ROWS, LENGTH = 24, 16
 HARDWARE = "v5e"
-# Of the check of copies' balance.
+# For the check of the balance of copies.
 ZIPF_EXPERTS, ZIPF_COPIES = 64, 8
 # Rows of SE-MoE's four tasks (UFO, Table 3).
 UFO_ROWS = (512, 256, 128, 128)
@@ -67,7 +67,7 @@ def lost_devices() -> Iterator[tuple]:
 
 
 def copied_experts() -> Iterator[tuple]:
-    """One layer on a mesh for every dispatcher, with copies, against one without on one.
+    """A layer with copies on a mesh, for every dispatcher, against one without on one device.
 
     The error is that of all raw gradients together: the norm of their difference over theirs.
     """
@@ -110,7 +110,7 @@ def balanced_experts() -> Iterator[tuple]:
 
 
 def rows_of_tasks() -> Iterator[tuple]:
-    """The most rows of a device that training of SE-MoE's four tasks has (Table 3)."""
+    """The most rows on a device when SE-MoE's four tasks (Table 3) are trained."""
     for devices in (4, 8):
         program = compiled_program(_tasks_job(devices), jax.devices()[:devices])
         shape = (sum(UFO_ROWS),)
@@ -120,7 +120,7 @@ def rows_of_tasks() -> Iterator[tuple]:
 
 
 def _tasks_job(devices: int) -> TrainingJob:
-    """Two experts a task, and rows of four tasks."""
+    """Two experts per task, and rows of four tasks."""
     job = make_job()
     task = as_mixture(job.source).tasks[0]
     tasks = tuple(dataclasses.replace(task, name=f"task_{t}") for t in range(len(UFO_ROWS)))
@@ -166,7 +166,7 @@ def _losses(folder: RunFolder) -> np.ndarray:
 
 
 def token_ids_differing(job: TrainingJob, folder: RunFolder) -> int:
-    """Token ids of the batches from each checkpoint on that are not those of one that began."""
+    """How many token ids of batches resumed from checkpoints differ from unbroken ones."""
     differing, begun = 0, loader(job)
     with contextlib.closing(begun):
         for first, last in itertools.pairwise([0, *(step for _, step in PARTS)]):

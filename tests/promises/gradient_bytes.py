@@ -7,8 +7,8 @@ of a v5e where the TPU compiler is installed. All that one device sends along th
 counted, loops by their trips, and divided by one reduction of its part of the gradients. XLA's
 all-reduce is a reduce-scatter and an all-gather, so each of these counts half.
 
-`expert_gradients_across_experts`: of the same programs, the bytes of sums of expert weights'
-gradients over devices that have different experts. There are to be none: the gradient of an
+`expert_gradients_across_experts`: in the same programs, the bytes of sums of expert weights'
+gradients over devices that have different experts. There should be none: the gradient of an
 expert is complete where it is.
 """
 
@@ -43,7 +43,7 @@ BINDINGS = (
     # So large that a slice of each matrix fills the TPU's vectors (`optimizer_slices.py`).
     "ModelConfig.d_head = 64",
     "ModelConfig.scan_layers = True",
-    # Divisible by 3, as no other size here is: by it an expert's weight is told from the rest.
+    # The only size here that is divisible by 3: it tells an expert's weight from the rest.
     "SwitchConfig.d_ff = 96",
 )
 
@@ -104,10 +104,10 @@ def bytes_across_experts(
 
     Args:
         executed: the collectives of a step.
-        sizes: of the mesh's axes.
+        sizes: sizes of the mesh's axes.
         experts: the axes that experts are split over.
-        d_ff: F of an expert. What has a dimension of it, or of a part of it along some axes, is
-            the gradient of a weight: values within experts are not summed over axes at all.
+        d_ff: F of an expert. An array with a dimension of F, or of a part of F along some axes,
+            is a weight's gradient: values within experts are not summed over axes at all.
     """
     parts = {math.prod(some) for n in range(3) for some in combinations(sizes.values(), n)}
     found = {d_ff // each for each in parts if d_ff % each == 0 and (d_ff // each) % 3 == 0}
@@ -133,13 +133,13 @@ def crossed_axes(one: HloCollective, sizes: Mapping[str, int]) -> set[str]:
 
 
 def everywhere() -> Iterator[tuple]:
-    """Rows of simulated devices and of a v5e."""
+    """Rows for simulated devices and for a v5e."""
     yield from all_cases(jax.devices()[:NUM_DEVICES])
     yield from on_tpu("tests.promises.gradient_bytes")
 
 
 def all_cases(devices: Sequence) -> Iterator[tuple]:
-    """Rows of each mesh and number of microbatches."""
+    """Rows for each mesh and number of microbatches."""
     for name in mesh_names(devices):
         for num_microbatches in MICROBATCHES:
             yield from compared(Case(name, num_microbatches), devices)

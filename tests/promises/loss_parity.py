@@ -34,7 +34,7 @@ VOCABULARY_ROWS = Rules(params=(("V", ("data",)),), may_stay_whole=())
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A mesh, its dispatcher and schedule; not random where devices draw their own masks."""
+    """A mesh, its dispatcher and schedule; not random if devices draw their own masks."""
 
     name: str
     mesh: MeshSpec
@@ -93,7 +93,7 @@ def losses_across_meshes(cases=CASES, num_steps: int = NUM_STEPS) -> Iterator[tu
 
 
 def losses(case: Case, num_steps: int, devices: Sequence) -> np.ndarray:
-    """The loss of each of a case's steps, which is to fall."""
+    """The loss of each of a case's steps, which should fall."""
     program = compiled_program(make_job(case), devices)
     found = []
     with program.scope():

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decoding with a few experts of each layer on the device: tokens and bytes.
 
-Tokens against the resident model's, bytes on the device and bytes moved against what slots and
-choices make of them; with experts in files, of which host memory has a quarter; in a ring.
+Tokens are compared with the resident model's, bytes on the device and bytes moved with what
+slots and choices imply; also with experts in files, a quarter in host memory, and in a ring.
 """
 
 import dataclasses
@@ -42,12 +42,12 @@ SLOTS, BEAMS = (1, 4, 16), (1, 4)
 
 
 def decoding() -> Iterator[tuple]:
-    """Decodes the same sentences with each format of weights, number of beams and of slots."""
+    """Decodes the same sentences with each weight format, number of beams and of slots."""
     moved = dict.fromkeys(FORMATS, 0)
     for weights, beams in itertools.product(FORMATS, BEAMS):
         config, params = model(weights)
-        # In bfloat16 XLA keeps more bits within what it fuses, and slots cut a program.
-        # There, with 4 beams, 15 of 192 tokens were others at int8 and 56 at int4.
+        # In bfloat16 XLA keeps more bits within what it fuses, and slots split a program.
+        # There, with 4 beams, 15 of 192 tokens differed at int8 and 56 at int4.
         config = dataclasses.replace(config, precision=Precision(params="bfloat16"))
         resident = decoded(config, params, beams)
         for slots in SLOTS:
@@ -108,19 +108,19 @@ def ring() -> Iterator[tuple]:
     found, traffic = in_ring(config, params, beams=1)
     what = f"a ring of {RING_SLOTS} slots"
     yield "tokens_differing", what, np.sum(found != decoded(config, params, 1))
-    # A call runs one stack: the prompt's the encoder, a step's the decoder.
+    # A call runs one stack: the encoder for the prompt, the decoder for a step.
     all_layers = traffic.calls * traffic.expert_bytes // 2
     yield "pinned_ring_vs_ring_bytes", what, traffic.moved_bytes / all_layers
 
 
 def device_bytes() -> int:
-    """Of all arrays that are alive."""
+    """Bytes of all live arrays."""
     gc.collect()
     return sum(array.nbytes for array in jax.live_arrays())
 
 
 def misses(trace: Trace, slots: int) -> int:
-    """Of the requests of a run, simulated; layers share no slots."""
+    """Simulated misses of a run's requests; layers share no slots."""
     total, E = 0, trace.num_experts
     for layer in range(len(trace.layers)):
         is_its_T = trace.key_T // E == layer

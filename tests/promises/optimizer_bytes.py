@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What gradients and update of the experts move, in the program that takes a step.
+"""Bytes that experts' gradients and update move, in the program that takes a step.
 
 `adamw_bytes_vs_ideal`, `adafactor_bytes_vs_ideal`: the norm of all gradients, the optimizer and
 the sum, as `training.step.take_step` has them, are compiled for a bank of experts, on this
-machine and, where their compilers are installed, for a v5e and an H200. Counted are the bytes
-between memory and kernels (`compiled/moved_bytes.py`) and one write of the gradients, over one
+machine and, where their compilers are installed, for a v5e and an H200. The value is the bytes
+between memory and kernels (`compiled/moved_bytes.py`) plus one write of the gradients, over one
 write and one read of these and one read and one write of weights and optimizer state.
 
 Adafactor reads a gradient four times and weights twice: the norm, means over rows and over
@@ -64,14 +64,14 @@ def moved(name: str, device) -> float:
 
 
 def all_optimizers(devices: Sequence) -> Iterator[tuple]:
-    """A row each optimizer."""
+    """A row for each optimizer."""
     for name in OPTIMIZERS:
         kind = devices[0].device_kind
         yield f"{name}_bytes_vs_ideal", f"16 experts, {kind}", moved(name, devices[0])
 
 
 def everywhere() -> Iterator[tuple]:
-    """Rows of this machine, of a v5e and of an H200."""
+    """Rows for this machine, a v5e and an H200."""
     yield from all_optimizers(jax.devices())
     for topology in (TOPOLOGY, CARD):
         yield from on_described(topology, "tests.promises.optimizer_bytes", str(topology))

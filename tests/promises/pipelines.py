@@ -28,7 +28,7 @@ from switchx.training.pipelined import build_schedule, pipelined_gradients
 from switchx.training.programs import compiled_program
 from switchx.training.step import StepConfig
 
-# The model is narrow and its microbatches are many, so that activations are what counts.
+# The model is narrow and its microbatches are many, so that activations dominate.
 NARROW = ModelConfig(
     "decoder_only", 256, 64, 128, 2, 32, 8, activation="relu", scan_layers=True, remat="full"
 )
@@ -41,8 +41,8 @@ MICROBATCHES = (8, 32, 128)
 def memory_by_microbatches(
     model=NARROW, mesh=MESH, schedules=SCHEDULES, microbatches=MICROBATCHES
 ) -> Iterator[tuple]:
-    """Bytes with the most microbatches over those with the fewest, by schedule; what goes into
-    it beside."""
+    """Bytes with the most microbatches over those with the fewest, by schedule; beside them the
+    numbers that go into this."""
     for spec in schedules:
         found = {number: memory(spec, number, model, mesh) for number in microbatches}
         for number, row in found.items():
@@ -53,7 +53,7 @@ def memory_by_microbatches(
 
 
 def memory_of_two_blocks() -> Iterator[tuple]:
-    """Those of 1F1B in a model of two blocks on two stages."""
+    """The same for 1F1B in a model of two blocks on two stages."""
     model = dataclasses.replace(NARROW, num_decoder_layers=2)
     return memory_by_microbatches(
         model, MeshSpec(pipe=2, data=4), (ScheduleSpec("1f1b"),), (8, 128)
@@ -100,7 +100,7 @@ def memory(
     }
 
 
-# Parameters are what counts: a stage has an eighth of them, and a batch is a few tokens.
+# Parameters dominate: a stage has an eighth of them, and a batch is a few tokens.
 STAGES, FEW_ROWS, FEW_TOKENS = 8, 16, 16
 SIZES = dict(
     vocab_size=256, d_model=64, d_ff=256, num_heads=4, d_head=16, num_decoder_layers=16,

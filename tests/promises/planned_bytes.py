@@ -42,7 +42,7 @@ BRIEF = tuple(
 
 
 def everywhere() -> Iterator[tuple]:
-    """Rows of simulated devices and of a v5e."""
+    """Rows for simulated devices and for a v5e."""
     yield from on_simulated_devices()
     yield from on_tpu("tests.promises.planned_bytes")
 
@@ -77,18 +77,18 @@ def compared(case: Case, devices: Sequence, sizes: Sizes = SMALL) -> Iterator[tu
 
 
 def bytes_error(measured: collections.Counter, planned: collections.Counter) -> float:
-    """By kind: one that is too many must not make up for another that is too few."""
+    """The error by kind: too many bytes of one must not make up for too few of another."""
     wrong = sum(abs(measured[kind] - planned[kind]) for kind in measured | planned)
     return wrong / measured.total()
 
 
 @dataclasses.dataclass(frozen=True)
 class SortedRows:
-    """Rows of a device's experts where the data says how many each of them has.
+    """Rows of a device's experts if the data determines how many each of them has.
 
     Attributes:
-        num_rows: of the array that they are in, with tokens or without.
-        load: rows of one expert in an even load.
+        num_rows: number of rows of the array that they are in, with tokens or without.
+        load: rows of one expert if the load is even.
         tile: rows that are multiplied at once.
     """
 
@@ -103,12 +103,12 @@ class SortedRows:
 
     @property
     def share(self) -> Fraction:
-        """Of all rows, those with tokens."""
+        """The share of all rows that have tokens."""
         return Fraction(self.num_experts * self.load) / self.num_rows
 
 
 def sorted_rows(workload: Workload, layout: Layout) -> SortedRows | None:
-    """The rows of a Switch layer; None where every expert has a block of as many."""
+    """The rows of a Switch layer; None if all experts have blocks of one size."""
     if layout.dispatcher is None or layout.has_equal_blocks:
         return None
     layer = sparse_layer(workload, layout, "decoder")

@@ -28,7 +28,7 @@ from tests.promises import (
     training_kills,
 )
 
-# Name of a check, what was measured, value. Names without a bound are printed beside.
+# Name of a check, what was measured, value. Names without a bound are only printed.
 Rows = Iterable[tuple[str, str, float]]
 
 
@@ -53,7 +53,7 @@ class Promise:
 
 
 def judged(rows: Rows, bounds: dict[str, str]) -> tuple[list[dict[str, Any]], list[Check]]:
-    """The rows as dictionaries, and a check for each bound: of its row that is the farthest.
+    """The rows as dictionaries, and a check for each bound, of the row that is worst by it.
 
     Raises:
         ValueError: A check has no row.
@@ -64,7 +64,7 @@ def judged(rows: Rows, bounds: dict[str, str]) -> tuple[list[dict[str, Any]], li
         values = np.array([value for found, _, value in rows if found == name])
         if not values.size:
             raise ValueError(f"{name}: nothing was measured")
-        if bound[:2] == "<=" and float(bound[2:]) >= 1:  # a ratio, which is 0 of nothing
+        if bound[:2] == "<=" and float(bound[2:]) >= 1:  # a ratio, 0 if nothing was counted
             values = np.where(values > 0, values, np.nan)
         # NumPy's functions keep a NaN, wherever it stands.
         distance = {"<=": values, ">=": -values, "==": np.abs(values - float(bound[2:]))}

@@ -30,7 +30,7 @@ from tests.processes import free_port, run_together
 NUM_DEVICES = 4
 PROCESSES = (1, 2, 4)
 # float32[1024, 1024] each: by experts, by both axes, and whole on every device, as parameters
-# and Adafactor's factors are. Numbers at random, which compression leaves as large as they are.
+# and Adafactor's factors are. Random numbers, which compression leaves as large as they are.
 SPECS = {
     "by_expert": PartitionSpec("expert"),
     "by_both": PartitionSpec("expert", "data"),
@@ -43,7 +43,7 @@ CHUNK_BYTES = 1 << 19
 
 
 def by_processes() -> Iterator[tuple]:
-    """What the busiest of some processes hashes over an equal share, and all read back."""
+    """What the busiest process hashes, over an equal share, and what all read back."""
     for count in PROCESSES:
         with tempfile.TemporaryDirectory() as folder:
             yield from shares(_counts(count, pathlib.Path(folder)))
@@ -66,7 +66,7 @@ def shares(counts: list[dict[str, int]]) -> Iterator[tuple]:
 
 
 def _counts(count: int, folder: pathlib.Path) -> list[dict[str, int]]:
-    """What each of so many processes says on its last line."""
+    """What each of `count` processes prints on its last line."""
     flags = f"--xla_force_host_platform_device_count={NUM_DEVICES // count}"
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     words = [*python_words(), "-m", "tests.promises.saves", f"localhost:{free_port()}"]
@@ -85,7 +85,7 @@ def save_and_count(coordinator: str, count: int, index: int, folder: str) -> dic
     state = random_state()
     with Checkpointer(RunFolder(folder), Retention()) as checkpointer:
         checkpointer.save(1, state)
-        checkpointer.wait()  # what is imported and compiled is, then
+        checkpointer.wait()  # by now everything is imported and compiled
         hashed, crc32 = [], zlib.crc32
 
         def counted(data: Any, *start: int) -> int:

@@ -18,7 +18,7 @@ ZERO1 = Rules(optimizer_slices=OPTIMIZER_SLICES)
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Of the cases' models, the dtype that they compute in, and L, the tokens of a row."""
+    """Sizes of the cases' models, their compute dtype, and L, the tokens of a row."""
 
     length: int
     d_model: int
@@ -30,7 +30,7 @@ class Sizes:
 
 
 SMALL = Sizes(length=8, d_model=64, d_ff=128, num_heads=8, d_head=8, vocab_size=96)
-# The TPU compiler scatters a sum only where slices are of whole tiles of its memory, and where
+# The TPU compiler scatters a sum only if slices consist of whole tiles of its memory, and if
 # it has not combined it with sums of small arrays, as it does with all but large ones.
 LARGE = Sizes(length=64, d_model=1024, d_ff=2048, num_heads=8, d_head=128, vocab_size=2048)
 LARGE_BFLOAT16 = Sizes(
@@ -150,7 +150,7 @@ CASES = (
 )  # fmt: skip
 
 
-# Those that are compiled for a TPU, too; the others compare no more than these do.
+# Cases that are also compiled for a TPU; the others compare no more than these do.
 ON_TPU = (
     "dense data=4 model=2",
     "dense fsdp=8",

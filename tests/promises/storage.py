@@ -47,7 +47,7 @@ OPTIMIZERS = {
         min_dim_size_to_factor=8, beta1=0.9, weight_decay_rate=0.01
     ),
 }
-# Of the records, in the cache. The least is one layer's experts.
+# Shares of the records that are cached. The smallest is one layer's experts.
 FRACTIONS = (1.0, 0.5, 0.25, 0.1)
 BIT_STEPS, LOSS_STEPS = 20, 50
 
@@ -91,10 +91,10 @@ def records_of(program: LayeredProgram, folder: pathlib.Path) -> dict[str, np.nd
 
 
 def differing_bits(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> int:
-    """In arrays of the same names, shapes and dtypes.
+    """Number of bits that differ between arrays of the same names, shapes and dtypes.
 
     Raises:
-        ValueError: these differ.
+        ValueError: names, shapes or dtypes differ.
     """
     if {n: (a.shape, a.dtype) for n, a in one.items()} != {
         n: (a.shape, a.dtype) for n, a in other.items()
@@ -133,7 +133,7 @@ def gradient_models() -> dict[str, ModelConfig]:
 
 
 class KeptGradients:
-    """The banks of a run's records, that also keep the gradients of experts.
+    """The banks of a run's records, which also keep the gradients of experts.
 
     Attributes:
         grads: `[N, E, ...]` by path, as of the whole step.
@@ -159,7 +159,7 @@ def gradient_errors(models: Mapping[str, ModelConfig] | None = None) -> Iterator
 
 
 def gradient_error(model: ModelConfig) -> float:
-    """Of experts read from records, in two microbatches, against the resident program's."""
+    """The error with experts read from records, in two microbatches, against resident ones."""
     job, batch = make_job(model), make_batch(model, 0, ROWS, LENGTH)
     with opened_resident(job) as resident:
         state = resident.init_state()
@@ -194,7 +194,7 @@ def _relative_distance(got: Mapping[str, Any], want: Mapping[str, Any]) -> float
 def bits_by_cache(
     fractions=FRACTIONS, num_steps: int = BIT_STEPS, policies=POLICIES
 ) -> Iterator[tuple]:
-    """Bits that differ from the run with all in the cache, by policy and capacity."""
+    """Bits that differ from the run with all records cached, by policy and capacity."""
     expected = None
     for policy in policies:
         for fraction in fractions:
@@ -206,7 +206,7 @@ def bits_by_cache(
 
 
 def everything(policy: str, fraction: float, num_steps: int):
-    """All that a run made: losses, the state, records; and its cache's hit rate."""
+    """All that a run produced: losses, state, records; and its cache's hit rate."""
     host_bytes = round(fraction * LAYERS * EXPERTS) * record_bytes(make_job())
     job = make_job(storage=StorageSpec("disk", host_bytes=host_bytes, policy=policy))
     with opened(job) as (program, folder):

@@ -30,7 +30,7 @@ EVENTS = ("os.link", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.r
 
 
 def record(key: int, updates: int) -> Record:
-    """The record of a key after so many updates, whose numbers say which it is."""
+    """The record of a key after so many updates, whose numbers identify it."""
     rng = np.random.default_rng([key, updates])
     arrays = {name: rng.normal(size=a.shape).astype(a.dtype) for name, a in _ARRAYS.items()}
     return Record(arrays, updates)
@@ -64,10 +64,10 @@ class Points:
 
 
 def train(folder: pathlib.Path, points: Points, done: int) -> None:
-    """Four updates, a snapshot after each, the two newest are kept; a restore in between.
+    """Makes four updates, each with a snapshot, keeps the two newest; restores in between.
 
     Args:
-        done: file descriptor that gets a byte for each snapshot that is there.
+        done: file descriptor that gets a byte for each snapshot once it is complete.
     """
     with RecordStore(folder / "store", LAYOUT) as store:
         for updates in range(1, 5):
@@ -93,7 +93,7 @@ def differing(folder: pathlib.Path, num_done: int) -> list[str]:
     """What is wrong with the newest snapshot after a kill."""
     paths = sorted(folder.glob("snapshot_*"))
     newest = int(paths[-1].name.removeprefix("snapshot_")) if paths else 0
-    # The last one may be there although its byte is not.
+    # The last snapshot may be complete although its byte was not written.
     if newest not in (num_done, num_done + 1):
         return [f"the newest snapshot is {newest}, {num_done} were done"]
     with RecordStore(folder / "store", LAYOUT) as store:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host memory of training with experts on a disk, of a process of its own.
+"""Host memory of training with experts on a disk, in a process of its own.
 
 `rss_over_budget` is the most memory that the process ever had (resident set size), less that of
 a process with the same layers, experts and tokens whose experts are thin, over the budget:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes and order of training with experts on a disk, against what they are to be.
+"""Bytes and order of training with experts on a disk, against what they should be.
 
 Bytes, where each step uses all E experts of each of N layers, the cache holds one layer and
 evicts the least recently used: forward reads all layers; backward begins, and the update too,
 with the layer that is there. So a step reads N + (N - 1) + (N - 1) layers, and writes N. Where
-a step uses some of the experts, bytes are counted by running the trace of the run through its
+a step uses only some experts, bytes are counted by running the trace of the run through its
 cache again (`switchx simulate cache` does that).
 
 Order, of a step with S slots: a period's reads begin before the computation that is S - 1
@@ -49,7 +49,7 @@ from tests.promises.storage import (
     trained,
 )
 
-# Below ten updates all records have files of one size.
+# With fewer than ten updates, the files of all records have one size.
 NUM_STEPS = 8
 # A token's id chooses: with 64 tokens each of 4 experts has some in every step.
 ALL_USED = dataclasses.replace(
@@ -120,7 +120,7 @@ class Event(NamedTuple):
     Attributes:
         what: `read` begins, `compute` is started, gradients are kept.
         period: its number.
-        banks: of `compute`: how many are on the device, the one it computes with included.
+        banks: for `compute`, number of those on the device, including the one in use.
     """
 
     what: str
@@ -155,7 +155,7 @@ class WatchedBanks:
     """The banks of a run's records, which note what they are asked for.
 
     Attributes:
-        events: of all steps.
+        events: events of all steps.
     """
 
     def __init__(self, banks: ExpertBanks, periods: Sequence[Period]):
@@ -188,7 +188,7 @@ class WatchedBanks:
 
 
 def order_of_steps(slots: Sequence[int] = (2, 3), num_steps: int = 2) -> Iterator[tuple]:
-    """How often steps with a quarter of the experts cached left the order, by slots."""
+    """How often steps with a quarter of the experts cached broke the order, by slots."""
     capacity = LAYERS * EXPERTS // 4 * record_bytes(make_job())
     for number in slots:
         job = make_job(storage=StorageSpec("disk", number, capacity))
@@ -230,6 +230,6 @@ def violations(events: Sequence[Event], num_periods: int, slots: int) -> list[st
     first = dict.fromkeys(event._replace(banks=0) for event in events)
     pairs = itertools.zip_longest(first, expected(num_periods, slots))
     found = [f"{got}; expected {want}" for got, want in pairs if got != want]
-    # The period before may be computing still.
+    # The period before may still be computing.
     return found + [f"{e}, beside the one before, of {slots} slots" for e in events
                     if e.banks + 1 > slots]  # fmt: skip

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is against a promise is seen: bits, order, bytes, sums and batches that are wrong."""
+"""Broken promises are detected: wrong bits, order, bytes, sums and batches."""
 
 import collections
 import contextlib
@@ -49,7 +49,7 @@ def test_cases_for_a_tpu_are_cases():
 
 
 def test_kinds_do_not_make_up_for_each_other():
-    """As many bytes of another kind are wrong twice."""
+    """The same number of bytes of another kind counts as wrong twice."""
     one, other = (collections.Counter({kind: 100}) for kind in ("all-reduce", "all-gather"))
     assert bytes_error(one, other) == 2.0
     assert bytes_error(one, collections.Counter({"all-reduce": 90})) == 0.1
@@ -85,7 +85,7 @@ def test_every_mesh_with_replicas_is_measured():
 @pytest.mark.parametrize(("axis", "is_found"), [("expert", True), ("data", False)])
 @pytest.mark.parametrize("kind", ["all-reduce", "reduce-scatter"])
 def test_a_sum_over_experts_is_found(axis, kind, is_found):
-    """Of a program that makes the mistake, and of one that sums over replicas."""
+    """Tries a program that makes the mistake, and one that sums over replicas."""
     E, D, F = 8, 16, 96
     spec = MeshSpec(data=2, expert=2, model=2)
 
@@ -105,7 +105,7 @@ def test_a_sum_over_experts_is_found(axis, kind, is_found):
     assert {one.kind for one in executed} == {kind}
     found = bytes_across_experts(executed, sizes, ("expert",), F)
     assert found == (E // 2 * D * F // 2 * 4 if is_found else 0)
-    # A router's gradient is to be summed.
+    # A router's gradient has to be summed.
     assert not bytes_across_experts(executed, sizes, ("expert",), 9 * F)
 
 

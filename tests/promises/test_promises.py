@@ -77,7 +77,7 @@ def test_the_command_prints_names_values_and_bounds(capsys):
 
 @pytest.mark.parametrize("name", ["promises", "storage"])
 def test_bounds_of_the_pages_are_those_of_the_promises(name):
-    """Of all promises on their own page, of some in the table of a chapter."""
+    """All promises are on their own page, some in the table of a chapter."""
     bounds = {name: bound for promise in PROMISES for name, bound in promise.bounds.items()}
     page = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)`.*\| ([<=>]=) (\S+) \|", page, re.MULTILINE)
@@ -106,7 +106,7 @@ def test_a_name_that_is_none_is_refused(capsys):
 def test_the_farthest_row_decides(bound, values, value):
     _, [check] = judged([("x", "", each) for each in values], {"x": bound})
     assert (check.value, check.holds) == (value, False)
-    for place in range(3):  # of Python's `max`, a NaN is the largest or not by where it stands
+    for place in range(3):  # Python's `max` takes a NaN or not, depending on its position
         rows = [("x", "", float("nan") if n == place else 1.0) for n in range(3)]
         assert not judged(rows, {"x": bound})[1][0].holds
 

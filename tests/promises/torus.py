@@ -16,8 +16,8 @@ from switchx.partitioning.mesh import AXES, arranged, is_box, named_axes
 from switchx.partitioning.topology import Topology
 
 KINDS = {"v4": "TPU v4", "v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite"}
-# (slice, number of slices, axes): each axis has whole sides of a slice, or goes over slices. Of
-# axes that share a side, only the innermost one's groups can be without gaps.
+# (slice, number of slices, axes): each axis spans whole sides of a slice, or crosses slices. Of
+# axes that share a side, only the innermost one can have groups without gaps.
 MESHES = (
     ("v5p:8x8x16", 1, {"fsdp": 8, "expert": 128}),
     ("v5p:8x8x16", 1, {"data": 8, "fsdp": 8, "expert": 16}),

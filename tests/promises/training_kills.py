@@ -64,7 +64,7 @@ def of_a_store(stride: int = 1) -> Iterator[tuple]:
 
 
 def of_training(num_kills: int = NUM_KILLS) -> Iterator[tuple]:
-    """Kills training at random write points, until there were so many kills."""
+    """Kills training at random write points until there have been `num_kills` kills."""
     rng, kills = random.Random(SEED), 0
     with tempfile.TemporaryDirectory() as folder:
         root = pathlib.Path(folder)
@@ -94,7 +94,7 @@ def of_training(num_kills: int = NUM_KILLS) -> Iterator[tuple]:
 
 
 def newest_step(folder: pathlib.Path) -> int:
-    """Of the checkpoints that are whole; 0 for none."""
+    """The newest complete checkpoint's step; 0 if there is none."""
     if not (folder / "checkpoints").is_dir():
         return 0
     with Checkpointer(RunFolder(folder), Retention(keep_last=NUM_STEPS)) as checkpointer:
@@ -110,7 +110,7 @@ def arrays_of(folder: pathlib.Path, step: int) -> dict[str, np.ndarray]:
 
 def _child(module: str, *words) -> subprocess.CompletedProcess:
     command = [*python_words(), "-m", f"tests.promises.{module}", *map(str, words)]
-    # Disks are tried, no accelerators, and a mesh takes all devices that there are.
+    # This tests disks, not accelerators, and a mesh takes all devices that there are.
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=1"
     environment = child_environment() | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()}
     return subprocess.run(command, env=environment, capture_output=True, text=True)

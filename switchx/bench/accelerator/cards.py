@@ -7,9 +7,9 @@ import re
 import shutil
 import subprocess
 
-REHEARSAL = "rehearsal"  # in the place of a card's name
+REHEARSAL = "rehearsal"  # in place of a card's name
 LEAST_CAPABILITY = 8.0
-# NVIDIA's drivers from which on the toolkits' programs run, by major version of CUDA.
+# The oldest NVIDIA drivers that run a toolkit's programs, by major version of CUDA.
 LEAST_DRIVER = {12: 525, 13: 580}
 
 
@@ -33,7 +33,7 @@ def find_card() -> Card:
     """The first NVIDIA card of this machine.
 
     Raises:
-        ValueError: there is none, or it or its driver is too old.
+        ValueError: there is no card, or it or its driver is too old.
     """
     way_out = "run with --rehearsal to go through all parts on a CPU"
     if (smi := shutil.which("nvidia-smi")) is None:
@@ -75,7 +75,7 @@ def toolkit() -> int:
 
 
 def check_driver(driver: str, cuda: int) -> None:
-    """Raises ValueError: a driver older than the toolkit."""
+    """Raises ValueError if the driver is too old for the toolkit."""
     least = LEAST_DRIVER[cuda]
     if int(driver.partition(".")[0]) < least:
         raise ValueError(

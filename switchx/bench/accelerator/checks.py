@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `check accelerator` checks, out of the rows of its parts.
+"""The checks of `check accelerator`, computed from the rows of its parts.
 
-Aims name the card's own rates, as they were measured in the same call, never a datasheet's.
+Aims refer to the card's own rates, as measured in the same call, never to a datasheet's.
 """
 
 import re
@@ -25,7 +25,7 @@ TESTS = ("kernel_tests", "all_kernel_tests")
 
 
 def values_of(rows: Iterable[dict[str, Any]]) -> dict[str, float]:
-    """The value of each check of `BOUNDS` whose rows there are; a later row replaces one."""
+    """The value of each check in `BOUNDS` that has rows; later rows replace earlier ones."""
     found = {
         (each["part"], each["case"]): each for each in rows if each["measured"] is not None
     }
@@ -52,7 +52,7 @@ def _of_kernels(found: dict) -> dict[str, float | None]:
 
 
 def _of_tests(found: dict) -> dict[str, float]:
-    # One that ran in both parts counts as it ended in the later one.
+    # A test that ran in both parts counts with its outcome in the later one.
     outcomes = {
         case: row["measured"]
         for (part, case), row in found.items()
@@ -76,8 +76,8 @@ def _of_models(found: dict) -> dict[str, float | None]:
         case = f"bfloat16, batch {n}, 1 beams, loops in command buffers"
         values[f"decode_b{n}_vs_torch_card"] = of("decoding", case, "vs_torch")
     rows = [row for (part, _), row in found.items() if part == "decoding"]
-    # Of our kernels against XLA's products, and of the card against the CPU: a program with
-    # other options of the compiler has the same kernels.
+    # From our kernels against XLA's products, and from the card against the CPU: a program with
+    # other compiler options has the same kernels.
     differing = [row["measured"] for row in rows if row["unit"] == "texts differing"]
     if differing:
         values["texts_differing"] = float(sum(differing))
@@ -85,6 +85,6 @@ def _of_models(found: dict) -> dict[str, float | None]:
 
 
 def _first(found: dict, part: str, pattern: str) -> str | None:
-    """The pattern's first group in the first case of a part that it matches; or None."""
+    """The pattern's first group in the first case of a part that matches it, or None."""
     cases = (re.fullmatch(pattern, case) for name, case in found if name == part)
     return next((match[1] for match in cases if match), None)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`switchx check accelerator`: the parts in a budget of seconds, their rows, and the checks.
+"""`switchx check accelerator`: runs parts in a budget of seconds; their rows and checks.
 
-Only the standard library is imported before a part runs, in a process of its own: where gin,
-Grain or TFDS are missing, as on machines that cards are lent with, all parts run.
+Only the standard library is imported before a part runs, in a process of its own: all parts
+run even where gin, Grain or TFDS is missing, as on machines that cards are lent with.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from switchx.bench.accelerator.records import RESULTS, Records, Row, of_part, re
 
 SECONDS = 540
 PREDICTIONS = tomllib.loads(pathlib.Path(__file__).with_name("predictions.toml").read_text())
-# What is left for the last rows and the report.
+# Seconds reserved for the last rows and the report.
 RESERVE_S = 5
 HELP = {
     "seconds": f"the budget of the call (default: {SECONDS})",
@@ -79,7 +79,7 @@ def report_of(arguments, note):
     if RESULTS not in outcome.failed:
         note(f"all rows are in {pathlib.Path(arguments.output) / RESULTS}")
     has_failed = outcome.failed or any(check.holds is False for check in checks)
-    # A person has read the rows as they came.
+    # A person has already read the rows as they came.
     rows = outcome.rows if arguments.json else []
     return Report("check accelerator", rows, checks), 1 if has_failed else 0
 
@@ -115,8 +115,8 @@ def run(
     Args:
         output: a new or empty folder.
         only: names of parts; all others are left out.
-        after: the folder of an earlier call on the same card. Cases whose part's code is the
-            same are taken from it.
+        after: the folder of an earlier call on the same card. Cases whose part's code is
+            unchanged are taken from it.
         ladder: the file of cells that the part `ladder` trains.
 
     Raises:
@@ -177,9 +177,9 @@ def is_done(lines: list[Row]) -> bool:
 def limit_of(
     part: Part, following: Sequence[Part], left_s: float, is_rehearsal: bool
 ) -> float | None:
-    """Seconds that a part may take: its own, and those that earlier ones left over.
+    """Seconds that a part may take: its own, plus those that earlier parts left over.
 
-    None where they are not left; a rehearsal has no limits of parts.
+    None if too few are left; a rehearsal has no limits per part.
     """
     if is_rehearsal:
         return left_s if left_s > 0 else None
@@ -201,7 +201,7 @@ def measure(
     note: Callable[[str], Any],
     ladder: str | None = None,
 ) -> str | None:
-    """Runs a part but for the cases that were measured before; None, or why it is not done."""
+    """Runs a part except the cases measured before; returns None, or why it is not done."""
     settings = {
         "run": part.run,
         "is_rehearsal": card.is_rehearsal,
@@ -225,7 +225,7 @@ def measure(
 
 
 def predicted(card: str, part: str, case: str) -> float | None:
-    """The predicted value, in the unit of the row; None where there is none."""
+    """The predicted value, in the unit of the row; None if there is none."""
     if card not in PREDICTIONS:
         return None
     tables = (PREDICTIONS[each].get(part, {}) for each in (card, "Hopper"))
@@ -247,7 +247,7 @@ def run_part(
     is_rehearsal = settings["is_rehearsal"]
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu" if is_rehearsal else "cuda,cpu",
-        # PyTorch's process needs memory of the card, too.
+        # PyTorch's process needs some of the card's memory, too.
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
     }
@@ -261,7 +261,7 @@ def run_part(
         os.killpg(process.pid, signal.SIGKILL)
 
     timer = threading.Timer(min(limit_s, threading.TIMEOUT_MAX), end)
-    # The end of this process ends the part, too: it would keep the card.
+    # When this process ends, it ends the part, too, which would otherwise keep the card.
     handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         with log.open("ab") as errors:

@@ -40,8 +40,8 @@ from switchx.models.params import init_params
 from switchx.models.unroll import unrolled
 from switchx.partitioning.compiler_options import DECODING_OPTIONS
 
-NO_END = -1  # no token ends a text: all are as long
-# XLA's own options, and those that our programs have.
+NO_END = -1  # no token ends a text: all have one length
+# XLA's default options, and those of our programs.
 OPTIONS = {"default": {}, "loops in command buffers": DECODING_OPTIONS["gpu"]}
 ROUNDS = 5
 WEIGHTS = {"bfloat16": None, "int8": 8, "int4": 4}
@@ -54,7 +54,7 @@ def model(session: Session, weights: str = "bfloat16", layers: int = 6, dtype="b
         num_encoder_layers=session.sized(layers, 2),
         num_decoder_layers=session.sized(layers, 2),
         precision=Precision(params=dtype, compute=dtype),
-        # Random weights of tied tables repeat one token; these write different ones.
+        # With tied tables random weights repeat one token; these write different ones.
         tie_embeddings=False,
         init_scale=4.0,
     )
@@ -91,7 +91,7 @@ class Decoded:
         return decode_programs.begun(self.config, self.params, self.decoding, self.source_BM)
 
     def compiled(self, state) -> float:
-        """Compiles the loop for a state; the seconds that it took."""
+        """Compiles the loop for a state; returns the seconds that it took."""
         start = time.perf_counter()
         steps = np.int32(0), np.int32(self.decoding.max_new_tokens)
         lowered = run_until.lower(self.config, self._program, self.params, state, *steps)
@@ -113,8 +113,8 @@ def sources(batch: int, length: int, vocab_size: int) -> np.ndarray:
 def decoding(session: Session) -> Iterator[dict[str, Any]]:
     """Rows of each batch, kind of weights and option; then texts that have to be equal.
 
-    What a batch needs is compiled before it is measured, and measured before the next one is
-    compiled: compiling takes a card, too, and most of the time.
+    The programs of a batch are compiled, and then measured, before those of the next one are
+    compiled: compiling needs the card, too, and takes most of the time.
     """
     tokens, length = session.sized((32, 32), (4, 8))
     few, many, searched = session.sized((1, 96, 16), (1, 2, 2))
@@ -123,7 +123,7 @@ def decoding(session: Session) -> Iterator[dict[str, Any]]:
         [(weights, batch, 1) for weights in ("int8", "int4") for batch in (few, many)],
         [("bfloat16", searched, 4)],
     ]
-    # On a CPU options of GPUs change nothing.
+    # On a CPU, options for GPUs change nothing.
     options = session.sized(OPTIONS, dict(list(OPTIONS.items())[:2]))
     models = functools.cache(functools.partial(model, session))
     config, _ = models("bfloat16")
@@ -151,7 +151,7 @@ def decoding(session: Session) -> Iterator[dict[str, Any]]:
 
 
 def _last_case(weights: str, batch: int, beams: int) -> str:
-    """The last of a batch's rows of ours: with it all of them were measured."""
+    """The last of our rows for a batch: if it is there, all of them were measured."""
     return f"{weights}, batch {batch}, {beams} beams, {list(OPTIONS)[-1]}"
 
 
@@ -236,7 +236,7 @@ def texts(session: Session) -> Iterator[dict[str, Any]]:
 
 
 def export(session: Session) -> Iterator[dict[str, Any]]:
-    """Rows of an exported program, by its own run.py, of slots and of the ring."""
+    """Rows of an exported program (run by its own run.py), of slots and of the ring."""
     config, params = model(session, "int8", layers=2)
     tokens, length, batch = session.sized((16, 16, 8), (4, 8, 2))
     settings = DecodingConfig(tokens, eos_id=NO_END, pruning="none")
@@ -292,7 +292,7 @@ def _slots_and_ring() -> Iterator[dict[str, Any]]:
 
 
 def _compared(name: str, config, params, decode) -> dict[str, Any]:
-    """A row of decoding with experts in host memory against the resident model."""
+    """A row that compares decoding with experts in host memory with the resident model."""
     resident = offload.decoded(config, params, 1)
     start = time.perf_counter()
     found, traffic = decode(config, params, beams=1)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of `check accelerator` that run the kernels' own tests on the card.
 
-`first` runs those for which interpretation does not stand: what the interpreter of Mosaic GPU
+`first` runs those that interpretation cannot stand in for: what Mosaic GPU's interpreter
 replaces (grouped_matmul/gpu.py lists it). `rest` runs all that have not run, slow ones, too.
-`triton` has Triton's kernels run compiled in the tests that interpret them elsewhere.
+`triton` runs Triton's kernels compiled, in the tests that interpret them elsewhere.
 """
 
 import os
@@ -23,7 +23,7 @@ HOPPER = ["tests/kernels", "-m", "gpu"]
 WORKERS = 12
 NONE_LEFT = 5  # pytest's exit status where no test is chosen
 TRITON = "triton and not refused and not platforms and not last_row"
-# Of a rehearsal: interpreted tests, which need no card.
+# What a rehearsal runs: interpreted tests, which need no card.
 REHEARSED = ["tests/kernels/test_mosaic_gpu.py"]
 REHEARSED_TRITON = ["tests/kernels/test_triton_kernels.py", "-k", "quantized and nothing"]
 # As pytest writes them, and as its plug-in for several processes does.
@@ -52,10 +52,10 @@ def outcomes(session: Session, chosen: list[str]) -> Iterator[dict[str, Any]]:
     """A row for each test as it ends; those that ran before are left out.
 
     Raises:
-        RuntimeError: pytest ended otherwise than with passed and failed tests.
+        RuntimeError: pytest ended with anything but passed and failed tests.
     """
     words = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider"]
-    # Above the kernels' own, conftest.py imports what a card's machine does not have.
+    # The conftest.py above the kernels' own imports what a card's machine does not have.
     words += ["--confcutdir=tests/kernels"]
     if not session.is_rehearsal:
         words += ["-n", str(WORKERS), "--dist", "load"]
@@ -77,7 +77,7 @@ def outcomes(session: Session, chosen: list[str]) -> Iterator[dict[str, Any]]:
         lines.append(line)
         if found := _OUTCOME.search(line):
             outcome, test = (found[1], found[2]) if found[1] else (found[4], found[3])
-            # Its summary names failed ones again.
+            # pytest's summary names failed tests again.
             if (test, outcome) not in seen:
                 seen.add((test, outcome))
                 yield row(test, outcome.lower(), "test")

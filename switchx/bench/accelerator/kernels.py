@@ -31,9 +31,9 @@ from switchx.bench.accelerator.parts import Session, row
 
 ROUNDS = 7
 WARM_S = 2
-TOGETHER = 8  # products that take turns: what is measured is said before all is
+TOGETHER = 8  # products that take turns: results are reported before all are done
 COMPILING = min(16, os.cpu_count() or 1)
-# Of weights, read between two uses of one: more than the 50 to 60 MB of a Hopper's cache.
+# Bytes read between two uses of a weight: more than the 50 to 60 MB of a Hopper's cache.
 ROTATED_BYTES = 2**27
 PACKAGES = (
     *("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore", "numpy"),
@@ -65,7 +65,7 @@ class TimedProduct:
 
     Attributes:
         bits: bits of a weight, 4 or 8; None for bfloat16.
-        variant: variant of the kernel of quantized weights.
+        variant: variant of the kernel for quantized weights.
         way: `ours`, `triton`, or `dense`: one product with as many FLOPs, cuBLAS' on GPUs.
     """
 
@@ -130,7 +130,7 @@ class TimedProduct:
 
 
 def table(session: Session) -> list[TimedProduct]:
-    """The products, those first on which most hangs."""
+    """The products, the most important ones first."""
     E, D, F = session.sized((32, 1024, 4096), (2, 512, 128))
     quantized, all_bits = (4, 8), (None, 8, 4)
 
@@ -144,7 +144,7 @@ def table(session: Session) -> list[TimedProduct]:
         # Steps of 256 channels are those that int4 has.
         names = [*tried, *(["load-ahead", "256 channels"] if bits == 8 else []), "512 channels"]
         found += [TimedProduct(cell(4), bits, by_name[name]) for name in names]
-    # Interpreted a product takes seconds, whatever its rows are.
+    # An interpreted product takes seconds, however many rows it has.
     all_bits = session.sized(all_bits, (8,))
     found += [TimedProduct(cell(n), bits) for n in (1, 16) for bits in all_bits]
     found += [TimedProduct(cell(4, F, D), bits) for bits in all_bits]
@@ -166,7 +166,7 @@ def variants_of_kernels(session: Session) -> Iterator[dict[str, Any]]:
 
 
 def timed(session: Session, products: Sequence[TimedProduct]) -> Iterator[dict[str, Any]]:
-    """Compiles the products that are wanted side by side, then times them, some in turns."""
+    """Compiles the wanted products in parallel, then times them, a few at a time in turns."""
     mosaic = Mosaic(session.is_rehearsal)
     kept = {}
     begun = []
@@ -175,7 +175,7 @@ def timed(session: Session, products: Sequence[TimedProduct]) -> Iterator[dict[s
         for each in wanted:
             given = _operands(each, kept)
             try:
-                # A kernel is replaced for all that is traced meanwhile: one at a time.
+                # A replaced kernel affects all that is traced meanwhile: one at a time.
                 with each.variant.replaced(mosaic):
                     lowered, calls = _lowered(each.function(mosaic), given, session)
             except (ValueError, NotImplementedError) as error:
@@ -202,7 +202,7 @@ def timed(session: Session, products: Sequence[TimedProduct]) -> Iterator[dict[s
 
 
 def _warm(contender: Contender) -> None:
-    """Runs until a card that was idle has its clock: the first turns took 5% longer."""
+    """Runs until an idle card is at its full clock: the first turns took 5% longer."""
     end = time.perf_counter() + WARM_S
     while time.perf_counter() < end:
         contender.step()
@@ -211,7 +211,7 @@ def _warm(contender: Contender) -> None:
 def _measured(each: TimedProduct, contender: Contender, given, compile_s) -> dict[str, Any]:
     start = time.perf_counter()
     results = contender.step()
-    if not contender.times_s:  # of a rehearsal
+    if not contender.times_s:  # in a rehearsal
         contender.times_s.append((time.perf_counter() - start) / contender.calls)
     seconds = contender.median_s
     return row(
@@ -228,7 +228,7 @@ def _measured(each: TimedProduct, contender: Contender, given, compile_s) -> dic
 
 
 def _operands(each: TimedProduct, kept: dict) -> tuple[Any, tuple, Any]:
-    """Rows, weights that were made once, and sizes of groups that use all of these."""
+    """Rows, weights that are made only once, and group sizes that use all of these weights."""
     cell = each.cell
     key = cell.D, cell.F, each.bits, each.way, each.variant.is_in_fragments
     if key not in kept:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The part of `check accelerator` that trains cells of experiments/ whole, one after another.
 
-A file of `python -m experiments.card` has configurations, and rows of tokens. A cell begins
-only where 1.3 times the longest so far is left of the budget; the others are left for a next
-call.
+A file of `python -m experiments.card` has configurations and rows of tokens. A cell begins
+only if 1.3 times the time of the longest so far is left in the budget; the others are left for
+another call.
 
 Dims: R rows of the text, B rows of a batch
 """
@@ -47,7 +47,7 @@ def ladder(session: Session) -> Iterator[dict[str, Any]]:
     last step, also in bits per byte, and seconds.
 
     Raises:
-        SystemExit: cells are left for a next call.
+        SystemExit: cells are left for another call.
     """
     start_s, longest_s = time.perf_counter(), 0.0
     with np.load(session.ladder) as file:
@@ -78,7 +78,7 @@ def ladder(session: Session) -> Iterator[dict[str, Any]]:
 
 
 def rows_in(file: Mapping[str, np.ndarray], split: str) -> dict[str, np.ndarray]:
-    """Features [R, L] of a split. What a decoder reads is made of its targets."""
+    """Features [R, L] of a split. What a decoder reads is derived from its targets."""
     prefix = f"{split}/"
     rows = {name.removeprefix(prefix): file[name] for name in file if name.startswith(prefix)}
     targets = rows["decoder_target_tokens"]
@@ -90,7 +90,7 @@ def rows_in(file: Mapping[str, np.ndarray], split: str) -> dict[str, np.ndarray]
 def trained(cell: dict[str, Any], train: dict, validation: dict, steps: int) -> float:
     """Negative log perplexity of a cell after its steps; NaN where it diverged.
 
-    Rows are drawn without replacement, epoch by epoch, in an order that is the seed's.
+    Rows are drawn without replacement, epoch by epoch, in an order that the seed sets.
     """
     model, optimizer, schedule, loss, step = (
         from_description(cls, cell[name], "the cell") for name, cls in CLASSES.items()

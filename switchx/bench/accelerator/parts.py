@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of `check accelerator`, in the order of the decisions that hang on them.
+"""The parts of `check accelerator`, in the order of the decisions that depend on them.
 
 A part is a generator of rows in a process of its own, so that one that hangs, or leaves the
 card unusable, takes nothing with it: `python -m switchx.bench.accelerator.parts SETTINGS` runs
@@ -18,7 +18,7 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[3]
 ROW = "row "
-# The part whose tests are those that no other part ran.
+# The part that runs the tests that no other part ran.
 REST = "all_kernel_tests"
 
 
@@ -27,13 +27,13 @@ class Part:
     """A part of the measurements, which runs in one process.
 
     Attributes:
-        seconds: seconds that it may take, its process' start included.
+        seconds: seconds that it may take, including the start of its process.
         decides: the decision that depends on it.
         run: `module:function` of a function that takes a `Session` and yields rows.
         sources: files and folders whose code it measures.
         goes_on: whether the next call keeps the cases of a part that was ended, and measures
             the others; otherwise it begins anew.
-        is_asked: whether it runs only where it is named.
+        is_asked: whether it runs only if it is named.
     """
 
     name: str

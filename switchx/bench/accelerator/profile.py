@@ -41,7 +41,7 @@ def products(session: Session) -> list[TimedProduct]:
 
 
 def run_once(session: Session) -> None:
-    """Runs each kernel once: what the profiler is put around."""
+    """Runs each kernel once: the program that the profiler watches."""
     mosaic = Mosaic(session.is_rehearsal)
     for each in products(session):
         x_RD = jax.random.normal(jax.random.key(0), (each.cell.R, each.cell.D), "bfloat16")
@@ -58,7 +58,7 @@ def profile(session: Session) -> Iterator[dict[str, Any]]:
         folder = Path(name)
         dump = {"MOSAIC_GPU_DUMP_TO": name, "MOSAIC_GPU_DUMP_SASS": "1"}
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        # The profiler slows down what it watches: the machine code is written apart from it.
+        # The profiler slows down what it watches: the machine code is written separately.
         _run(program, environment | dump)
         yield row("machine code", len(list(folder.glob("*.sass*"))), "files")
         if (ncu := shutil.which("ncu")) is None:
@@ -109,7 +109,7 @@ def stalls(source_page: str) -> list[list[dict[str, str]]]:
 
 def rows_of_kernel(case: str, instructions: list[dict[str, str]]) -> Iterator[dict[str, Any]]:
     """Shares of the samples by reason, and the instructions with most of them."""
-    # Beside each there is a column of the samples in which no warp was issued.
+    # Beside each is a column of the samples in which no warp was issued.
     reasons = [name for name in instructions[0] if re.fullmatch(rf"{STALLED}\w+", name)]
     counted = [{name: _number(each[name]) for name in reasons} for each in instructions]
     total = sum(sum(each.values()) for each in counted)

@@ -20,11 +20,11 @@ class Records:
 
     Attributes:
         rows: measured rows of cases, with the rows of an earlier call.
-        fault: reason why the file does not have all rows, as where the disk is full.
+        fault: reason why the file does not have all rows, such as a full disk.
     """
 
     def __init__(self, output: str | pathlib.Path, card: Card):
-        """Raises ValueError: the folder has something in it, or cannot be written."""
+        """Raises ValueError if the folder is not empty or cannot be written."""
         try:
             self.folder = empty_folder(output)
             self._file = (self.folder / RESULTS).open("w", encoding="utf-8")
@@ -69,7 +69,7 @@ class Records:
 
 
 def of_part(rows: list[Row], part: Part) -> list[Row]:
-    """The lines of a part whose code is the same."""
+    """The lines of a part whose code is unchanged."""
     same = part.name, part.code
     return [row for row in rows if (row["part"], row["code"]) == same]
 
@@ -103,7 +103,7 @@ def read_results(folder: str | pathlib.Path, card: Card) -> list[Row]:
 def read_lines(folder: str | pathlib.Path, flag: str) -> tuple[Row, list[Row]]:
     """Reads a folder's line on its card, and its other lines.
 
-    A last line that was cut short, as where a machine was lost, is left out.
+    A last line that was cut short, as when a machine is lost, is left out.
 
     Args:
         flag: the flag that names the folder.

@@ -86,8 +86,8 @@ def sparse(dense: ModelConfig, num_experts: int, dispatcher: str) -> ModelConfig
 def training(session: Session) -> Iterator[dict[str, Any]]:
     """Rows of the losses, of PyTorch's step and ours, of the dense model and each sparse one.
 
-    What a comparison needs is compiled before it is measured, and nothing beside it: compiling
-    takes a card, too, and most of the time.
+    What a comparison needs is compiled before it is measured, and nothing meanwhile: compiling
+    needs the card, too, and takes most of the time.
     """
     model = session.sized(DENSE, TINY)
     shapes = session.sized(Shapes(16, 512, 128), Shapes(2, 32, 8))
@@ -189,7 +189,7 @@ def losses(session: Session) -> Iterator[dict[str, Any]]:
         config = sparse(small, session.sized(8, 2), way)
         found = {}
         for device in (jax.devices()[0], jax.devices("cpu")[0]):
-            # Kernels are chosen by it while the step is traced.
+            # It determines which kernels are chosen while the step is traced.
             with jax.default_device(device):
                 step = compiled(way, config, shapes.batch(config))
                 found[device.platform] = _losses(session, step)
@@ -199,7 +199,7 @@ def losses(session: Session) -> Iterator[dict[str, Any]]:
 
 
 def _largest_difference(losses: list[float], others: list[float]) -> float:
-    """NaN where a loss is."""
+    """The largest difference; NaN if any loss is NaN."""
     return float(np.max(np.abs(np.subtract(losses, others))))
 
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Implementations of others that `switchx bench` measures beside ours."""
+"""Other projects' implementations, which `switchx bench` measures beside ours."""

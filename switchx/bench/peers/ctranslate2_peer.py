@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """CTranslate2 on the same cores, with the weights of a dense T5 of ours.
 
-CTranslate2 (https://opennmt.net/CTranslate2) runs dense models alone; it has no Switch layers.
-The first half is our side: `ratios` writes the model as transformers' checkpoint, and measures
-both by turns. The second half is the program of the other process: it converts the checkpoint
+CTranslate2 (https://opennmt.net/CTranslate2) runs only dense models; it has no Switch layers.
+The first half is our side: `ratios` writes the model as a transformers checkpoint and measures
+both in turns. The second half is the program of the other process: it converts the checkpoint
 by CTranslate2's own converter, which needs PyTorch and transformers, and decodes once for each
-line that it is sent. Quantized, CTranslate2 has int8 matrices; ours are in float32 in both
-comparisons, as switchx has int8 for experts alone.
+line that it is sent. Quantized, CTranslate2 has int8 matrices; ours are float32 in both
+comparisons, since switchx has int8 only for experts.
 Dims: B rows of a batch, T generated tokens
 """
 
@@ -28,7 +28,7 @@ NEEDED = ("ctranslate2", "torch", "transformers")
 
 
 def missing() -> str | None:
-    """Why nothing can be compared; None where the extra `ctranslate2` is installed."""
+    """Why nothing can be compared; None if the extra `ctranslate2` is installed."""
     absent = [name for name in NEEDED if not importlib.util.find_spec(name)]
     return f"not run: {', '.join(absent)} not installed" if absent else None
 
@@ -130,7 +130,7 @@ def _token(name: str) -> int:
 
 
 def _write_tokenizer(folder: pathlib.Path) -> None:
-    """A tokenizer of the special tokens alone."""
+    """Writes a tokenizer that has only the special tokens."""
     vocabulary = {name: number for number, name in enumerate(SPECIAL)}
     model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"}
     empty = "truncation padding normalizer pre_tokenizer post_processor decoder".split()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse layers of others, as peers of ours: Flaxformer's and MaxText's own code, not a copy.
+"""Sparse layers of others as peers of ours: Flaxformer's and MaxText's own code, not a copy.
 
-Each is run as its project has it, from a clone that is on the path: `forward(params, x_BLD)`
+Each runs as its project provides it, from a clone that is on the path: `forward(params, x_BLD)`
 -> outputs, balance loss. A layer here is top 1, without biases, in one dtype.
 Dims: B rows of a batch, L tokens of a row, D model, F feed-forward, E experts
 """
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-# What `import` needs of each: the project, and a library that is in no requirement of ours.
+# What each needs to be imported: the project, and a library that we do not require.
 NEEDED = {"flaxformer": ("flaxformer", "aqt"), "maxtext": ("maxtext", "aqt", "tokamax")}
 # Flaxformer's quantization library imports a message of XLA's from TensorFlow, to count what a
 # compiled program does. Nothing that is run here needs it.
@@ -62,7 +62,7 @@ def has_peer(name: str) -> bool:
 
 
 def missing_of(name: str, folders: Sequence[str] = ()) -> list[str]:
-    """What a peer needs and is neither on the path nor in one of the folders."""
+    """What a peer needs that is neither on the path nor in one of the folders."""
     find_here = importlib.util.find_spec
     find_in = importlib.machinery.PathFinder.find_spec
     return [each for each in NEEDED[name] if not (find_here(each) or find_in(each, folders))]
@@ -147,8 +147,8 @@ def flaxformer_forward(layer, x_BLD) -> tuple[Callable, Any]:
 def maxtext_forward(shape: LayerShape, device) -> tuple[Callable, Any]:
     """(forward, shapes of params) of MaxText's `RoutedMoE`, for one described device.
 
-    With a capacity factor its dense products with masks, without one its default: rows sorted
-    by expert, and the megablox kernel.
+    With a capacity factor it uses dense products with masks, without one its default: rows
+    sorted by expert, and the megablox kernel.
 
     Raises:
         ValueError: the layer has no gate: MaxText's always has two matrices of the first
@@ -190,7 +190,7 @@ def maxtext_forward(shape: LayerShape, device) -> tuple[Callable, Any]:
         "load_balance_loss_weight": 0.01,
     }
     words = [f"{name}={value}" for name, value in (sizes | fixed).items()]
-    # It prints what it was given.
+    # MaxText prints what it was given.
     with contextlib.redirect_stdout(sys.stderr):
         config = pyconfig.initialize(["", str(folder / "configs" / "base.yml"), *words])
     axes = config.mesh_axes
@@ -221,7 +221,7 @@ def maxtext_forward(shape: LayerShape, device) -> tuple[Callable, Any]:
 
 @contextlib.contextmanager
 def _unused_module() -> Iterator[None]:
-    """Puts an empty module in the place of TensorFlow's where that is not installed."""
+    """Puts an empty module in place of TensorFlow's if that is not installed."""
     if importlib.util.find_spec("tensorflow"):
         yield
         return

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pallas kernels of a traced program that others wrote: what their grids copy and multiply.
+"""Others' Pallas kernels in a traced program: what their grids copy and multiply.
 
-Our kernels record themselves (`pallas_kernels/launches.py`). Of another one the traced call has
-the grid, the map from a step of it to each operand's block, and the body. Its tile schedule is
-an operand, made of the routing: what it needs of the program is evaluated, and no more.
+Our kernels record themselves (`pallas_kernels/launches.py`). For others the traced call has
+the grid, the map from a grid step to each operand's block, and the body. The tile schedule is
+an operand computed from the routing: only what it needs of the program is evaluated.
 """
 
 import functools
@@ -23,7 +23,7 @@ _CALLS = set(
     "shard_map".split()
 )
 
-# Where an array lies, or in what order things run: the values stay.
+# Equations about where an array lies or the order of execution, which keep the values.
 _SAME_VALUES = set(
     "sharding_constraint mesh_cast reshard pvary pcast optimization_barrier".split()
 )
@@ -34,8 +34,8 @@ def pallas_launches(jaxpr, arguments: Sequence[Any]) -> list[Launch]:
 
     Args:
         jaxpr: the program's jaxpr, of `jax.jit(function).trace(...)`.
-        arguments: values of its flat arguments; None for an unknown one, as the weights of
-            experts may be.
+        arguments: values of its flat arguments; None for an unknown one, such as the
+            weights of experts.
 
     Raises:
         ValueError: a kernel's schedule depends on values that are not known, or a kernel stands
@@ -78,7 +78,7 @@ def _results(equation, operands, found: list[Launch]) -> list[Callable]:
         return operands
     inside = programs_of(equation)
     if name in _CALLS:
-        called = inside[0]  # of a custom derivative, what it is the derivative of
+        called = inside[0]  # for a custom derivative, the function it is a derivative of
         program = getattr(called, "jaxpr", called)
         consts = getattr(called, "consts", ())
         return _walk(program, consts, operands, found)
@@ -98,7 +98,7 @@ def _kernel(equation) -> int | None:
 
 
 def _launch(equation, operands) -> Launch:
-    """A call of a grid whose sizes and scalar operands are known."""
+    """The launch of a call whose grid sizes and scalar operands are known."""
     mapping = equation.params["grid_mapping"]
     name = str(equation.params.get("name"))
     num_bounds = mapping.num_dynamic_grid_bounds
@@ -126,7 +126,7 @@ def _launch(equation, operands) -> Launch:
 
 
 def _copied(grid: Sequence[int], block, scalars, array) -> int:
-    """Bytes that the pipeline copies of an array: a block where it is another than before."""
+    """Bytes that the pipeline copies of an array: a block whenever it is a different one."""
     shape = np.array([getattr(size, "block_size", 1) for size in block.block_shape])
     steps = np.indices(grid, np.int32).reshape(len(grid), -1)
 

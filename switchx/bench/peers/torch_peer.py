@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 PROGRAM = pathlib.Path(__file__)
-# What the first run of a compiled model may take.
+# Seconds that the first run of a compiled model may take.
 COMPILE_S = 300
 
 
@@ -30,7 +30,7 @@ def is_available() -> bool:
 
 
 class TaskFailedError(RuntimeError):
-    """The process goes on, but it could not do the task; says why."""
+    """The process goes on but could not do the task; the message says why."""
 
 
 class TorchPeer:
@@ -68,7 +68,7 @@ class TorchPeer:
 def trainer(settings: dict) -> Callable[[str], None]:
     """A training step of transformers' Switch Transformer, whatever the line says.
 
-    With `dtype` its products are of that dtype, its parameters float32.
+    With `dtype` its products have that dtype and its parameters are float32.
     """
     import torch
     import transformers
@@ -170,7 +170,7 @@ def generator(settings: dict) -> Callable[[str], str | None]:
 
 @contextlib.contextmanager
 def deadline(seconds: int) -> Iterator[None]:
-    """Raises TimeoutError in what takes longer."""
+    """Raises TimeoutError in a block that takes longer."""
 
     def end(*_) -> None:
         raise TimeoutError(f"it took more than {seconds} s")
