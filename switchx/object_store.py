@@ -242,8 +242,8 @@ class Mirror:
     def owned(self) -> Iterator[None]:
         """Owns the folder by a token, until another trainer writes its own there.
 
-        The previous trainer finds out at its next save, and ends (`require_owned`), so one that
-        was killed and left its token is in nobody's way. At the end, files are uploaded.
+        The previous trainer finds out at its next save, and ends (`require_owned`). A token
+        left by a trainer that was killed blocks nobody. At the end, files are uploaded.
         """
         if holder := self._read_owner():
             logger.warning(

@@ -84,7 +84,7 @@ def num_updates(state: Tree) -> int:
     return max(counts, default=int(leaves["step"]) - int(leaves["skipped"]))
 
 
-def _of_what_stays(read):
+def _reporting_deletion(read):
     """Wraps `read` of a checkpoint, to report in its errors a deletion in the meantime."""
 
     @functools.wraps(read)
@@ -107,7 +107,7 @@ def items_of(path: Folder) -> list[str]:
     return [item for item in ("params", "train_state", "average") if (path / item).is_dir()]
 
 
-@_of_what_stays
+@_reporting_deletion
 def stored_items(path: Folder) -> dict[str, Tree]:
     """Orbax' description of each array: `shape`, `dtype`, and its `sharding` when saved.
 
@@ -189,7 +189,7 @@ def _read_records(path: Folder, names: set[str]) -> dict[str, np.ndarray]:
     return arrays
 
 
-@_of_what_stays
+@_reporting_deletion
 def read_items(path: Folder, targets: dict[str, Tree | None]) -> dict[str, Tree]:
     """Reads items of a checkpoint on any mesh, whichever mesh saved it.
 
@@ -259,7 +259,7 @@ class StoredArray:
 _TOGETHER_BYTES = 1 << 25  # small arrays are read together: each read opens the checkpoint
 
 
-@_of_what_stays
+@_reporting_deletion
 def stored_arrays(path: Folder, targets: dict[str, Any]) -> dict[str, StoredArray]:
     """All arrays of a checkpoint's parameters, by their names in its items.
 
@@ -296,7 +296,7 @@ def stored_arrays(path: Folder, targets: dict[str, Any]) -> dict[str, StoredArra
     }
 
 
-@_of_what_stays
+@_reporting_deletion
 def read_leaves(path: Folder, targets: dict[str, Any]) -> dict[str, jax.Array]:
     """Reads some arrays of a checkpoint, by their names in its items, and nothing else.
 
